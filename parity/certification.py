@@ -1,0 +1,196 @@
+"""One certification run, shared by the doors: rows are chosen, judged in children, recorded as they finish, and reported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from parity.judge.outcome import Outcome
+from parity.judge.verdict import SAFE
+from parity.record.evidence import EvidenceFile, evidence_path, read_evidence
+from parity.record.fresh import missing_or_stale
+from parity.record.line import Record, is_expected, record_of, rerun
+from parity.record.report import write_reports
+from parity.rows.discovery import Catalogue, DiscoveryError
+from parity.rows.row import ARMS, Row
+from parity.run.isolate import Options, Pool, probe
+
+CONTROLS = "controls"
+
+
+def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows by subject, each group in the order graphed, native, bare: the arm most likely to leave its child clean goes first."""
+    order = {arm: n for n, arm in enumerate(("eager", "graphed", "native", "bare"))}
+    rows = sorted(rows, key=lambda r: (r.subject, order[r.arm]))
+    return [list(group) for _, group in groupby(rows, key=lambda r: r.subject)]
+
+
+def shard_of(rows: Sequence[Row], shard: str) -> list[Row]:
+    """The ``i``-th of ``n`` parts (``i/n``, counted from 1), subjects kept whole. Raises ValueError."""
+    number, slash, parts = shard.partition("/")
+    if not (slash and number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+        raise ValueError(f"shard={shard!r} must be i/n with 1 <= i <= n, such as 1/4")
+    return [row for n, group in enumerate(groups_of(rows)) if n % int(parts) == int(number) - 1 for row in group]
+
+
+@dataclass
+class Tally:
+    """What a run has come to so far. ``unexpected``: records that somebody must look at; ``survived``: controls among them."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    records: list[Record] = field(default_factory=list)
+
+    def add(self, record: Record) -> None:
+        self.records.append(record)
+        self.verdicts[record["verdict"]] += 1
+
+    @property
+    def unexpected(self) -> list[Record]:
+        return [r for r in self.records if not is_expected(r) and r["verdict"] != "unavailable"]
+
+    @property
+    def survived(self) -> list[Record]:
+        return [r for r in self.unexpected if r["zoo"] == CONTROLS]
+
+    @property
+    def exit_code(self) -> int:
+        """0 as expected, 1 a difference, 2 a control survived: nothing else is to be trusted then (DESIGN section 9)."""
+        return 2 if self.survived else 1 if self.unexpected else 0
+
+
+class Certification:
+    """``rows`` judged on ``engine``; the environment is what a probing child reported. ``reports`` None: nothing is written."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        rows: Sequence[Row],
+        *,
+        engine: str = "auto",
+        reports: Path | None = None,
+        shard: str = "",
+        resume: bool = False,
+        **options: Any,
+    ) -> None:
+        self.catalogue = catalogue
+        probed = probe(catalogue.sources, engine, sorted({row.zoo for row in rows}))
+        self.engine: str = probed["engine"]
+        self.environment: Mapping[str, Any] = probed["environment"]
+        self.options = Options(self.engine, catalogue.sources, **options)
+        self.pool = Pool(self.options)
+        self.reports = reports
+        self.shard = shard
+        self.tally = Tally()
+        self.file: EvidenceFile | None = None
+        self.path = evidence_path(reports, self.environment, self.engine, shard) if reports is not None else None
+        self.rows = shard_of(rows, shard) if shard else list(rows)
+        self.kept: list[Record] = []
+        if resume:
+            self._resume()
+
+    def _resume(self) -> None:
+        if self.path is None:
+            raise ValueError("--resume reads what was recorded: it does not go with --no-reports")
+        records = read_evidence(self.path) if self.path.exists() else []
+        due = {row.id for row, _ in missing_or_stale(self.rows, records, self.catalogue.family, self.versions)}
+        wanted = {row.id for row in self.rows}
+        self.kept = [r for r in records if r["id"] in wanted - due]
+        self.rows = [row for row in self.rows if row.id in due]
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {name: facts["zoo"] for name, facts in self.environment["zoos"].items() if "zoo" in facts}
+
+    def hints(self) -> dict[str, float]:
+        """Seconds per row as measured before on this environment, so that long rows start first."""
+        if self.path is None or not self.path.exists():
+            return {}
+        return {r["id"]: float(r["seconds"]) for r in read_evidence(self.path)}
+
+    def suspects(self) -> set[str]:
+        """Rows declared to be unsafe here."""
+        family, versions = self.catalogue.family, self.versions
+        return {r.id for r in self.rows if family(r).expectation(r, self.engine, versions.get(r.zoo, "")) is not None}
+
+    def run(self) -> Iterator[Record]:
+        """Judges the rows and yields each record once it is on disk. Whatever interrupts it, what was yielded is kept and reported."""
+        hints = self.hints()
+        if self.path is not None:
+            self.file = EvidenceFile.open(self.path)
+        for record in self.kept:
+            self.tally.add(record)
+        try:
+            with self.pool as pool:
+                for outcome in pool.run(groups_of(self.rows), hints, self.suspects()):
+                    yield self._record(outcome)
+        finally:
+            self.finish()
+
+    def _record(self, outcome: Outcome) -> Record:
+        row = Row.parse(outcome.row)
+        record = record_of(
+            outcome,
+            row,
+            self.catalogue.family(row),
+            self.engine,
+            self.versions.get(row.zoo, ""),
+            rerun(row, self.engine, self.catalogue.sources),
+            environment=self.environment,
+        )
+        if self.file is not None:
+            self.file.append(record)
+        self.tally.add(record)
+        return record
+
+    def finish(self) -> None:
+        """Compacts the evidence and rebuilds the reports from files. Safe to call twice."""
+        if self.file is None:
+            return
+        file, self.file = self.file, None
+        file.compact()
+        if not self.shard and self.reports is not None:
+            write_reports(self.reports)
+
+
+def with_controls(catalogue: Catalogue, rows: Sequence[Row]) -> list[Row]:
+    """The rows with every control before them; a catalogue without controls is an error: nothing would prove that checks can fail."""
+    if any(row.zoo == CONTROLS for row in rows):
+        return list(rows)
+    arms = [a for a in ARMS if a != "eager"]
+    controls = [r for f in catalogue.zoo(CONTROLS).families for r in f.rows() if r.arm in arms]
+    if not controls:
+        raise DiscoveryError("the zoo 'controls' declares no row: a run without must-fail controls certifies nothing")
+    return [*controls, *rows]
+
+
+def line(record: Record) -> str:
+    """One line for a person: verdict, row, cause, place."""
+    cause = "" if record["verdict"] in SAFE else f"  {record['cause']}"
+    where = f"  {record['where']}" if record["where"] else ""
+    mark = "" if is_expected(record) else f"  (expected {record['expected']})"
+    return f"{record['verdict']:<13} {record['id']}{cause}{where}{mark}"
+
+
+def explanation(record: Record) -> str:
+    """Why a record is not the expected one, and how to see it again."""
+    detail = record["detail"] or record["message"]
+    declared = f"{record['expected']} ({record['expected_reason']})" if record["expected_reason"] else record["expected"]
+    better = record["verdict"] in SAFE and record["expected"] not in SAFE
+    advice = (
+        f"It does better than declared: take the expectation for arm {record['arm']!r} out of the family's declaration."
+        if better
+        else "If this verdict is right and known, declare it with a reason in the family's `expected`."
+    )
+    return "\n".join(
+        [
+            f"{record['id']} is {record['verdict']} ({record['cause'] or 'no cause needed'}), expected {declared}",
+            f"  check:   {record['check'] or '-'}: {detail or '-'}",
+            f"  where:   {record['where'] or '-'}",
+            f"  again:   {record['command']}",
+            f"  {advice}",
+        ]
+    )

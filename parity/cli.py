@@ -1,0 +1,232 @@
+"""The command line: ``parity list | certify | gate | report | diff``. Also ``python -m parity``.
+
+Exit codes: 0 as expected; 1 a difference that somebody must look at; 2 the run itself is not to be trusted (a control survived, no
+device where one was demanded, no baseline, bad arguments).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from parity.certification import Certification, with_controls
+from parity.progress import Progress, print_summary
+from parity.record import diff as differences
+from parity.record import gate as gates
+from parity.record.evidence import merge as merge_evidence
+from parity.record.evidence import name_of, read_all, read_evidence
+from parity.record.files import RecordError
+from parity.record.fresh import missing_or_stale
+from parity.record.junit import write_junit
+from parity.record.report import write_reports, write_summary
+from parity.rows.case import CASE
+from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover
+from parity.rows.row import Row
+from parity.run.nursery import RunError
+from parity.runtime.allowlist import FILE, Allowlist, AllowlistError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
+console = Console(stderr=True)
+
+Names = list[str]
+Zoo = Annotated[Names, typer.Option("--zoo", help="Exact zoo; repeatable.")]
+FamilyName = Annotated[Names, typer.Option("--family", help="Exact family; repeatable.")]
+Task = Annotated[Names, typer.Option("--task", help="Exact task; repeatable.")]
+Mode = Annotated[Names, typer.Option("--mode", help="inference or training; repeatable.")]
+ArmName = Annotated[Names, typer.Option("--arm", help="eager, bare, graphed or native; repeatable.")]
+Size = Annotated[str, typer.Option("--size", help="recommended, native, all, or an edge in pixels.")]
+Boundary = Annotated[str | None, typer.Option("--boundary", help="Only rows cut there, such as 'whole'.")]
+EngineName = Annotated[str, typer.Option("--engine", help="cuda, emulated, or auto: cuda where a child finds a device.")]
+Families = Annotated[
+    Names, typer.Option("--families", help="Folder of families; repeatable. Default: ./families, else those installed.")
+]
+Reports = Annotated[Path, typer.Option("--reports", help="Where evidence, allowlist and matrix lie.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def sources_of(families: Sequence[str], cases: Sequence[str] = ()) -> list[str]:
+    """Where families come from: what was named, ./families, or what installed packages announce; and the case files."""
+    default = ["families"] if Path("families").is_dir() else ["entry-points"]
+    return [*(families or default), *cases]
+
+
+def _print(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1, sort_keys=True))
+
+
+@app.command("list")
+def list_rows(
+    zoo: Zoo = [], family: FamilyName = [], task: Task = [], mode: Mode = [], arm: ArmName = [],  # noqa: B006
+    size: Size = "all", boundary: Boundary = None, families: Families = [], as_json: AsJson = False,  # noqa: B006
+) -> None:  # fmt: skip
+    """Every row that is declared, and what it is expected to be.
+
+    Example: parity list --zoo libreyolo --family yolo9
+    """
+    catalogue = discover(sources_of(families))
+    rows = catalogue.select(Selection(tuple(zoo), tuple(family), tuple(task), tuple(mode), tuple(arm), size, boundary))
+    if as_json:
+        _print([{"id": row.id, "expected": _expected(catalogue, row)} for row in rows])
+        return
+    for row in rows:
+        typer.echo(f"{row.id}  {_expected(catalogue, row)}".rstrip())
+
+
+def _expected(catalogue: Catalogue, row: Row) -> str:
+    family = catalogue.family(row)
+    if family.unavailable:
+        return f"unavailable: {family.unavailable}"
+    declared = family.expected.get(row.arm, ())
+    return "; ".join(f"{e.verdict}/{e.cause or 'any cause'}: {e.reason}" for e in declared if e.boundary == row.settings.boundary)
+
+
+@app.command()
+def certify(
+    cases: Annotated[list[str] | None, typer.Argument(help="Case files (*.py). They are executed.")] = None,
+    zoo: Zoo = [], family: FamilyName = [], task: Task = [], mode: Mode = [], arm: ArmName = [],  # noqa: B006
+    size: Size = "recommended", boundary: Boundary = None, engine: EngineName = "auto", families: Families = [],  # noqa: B006
+    reports: Reports = Path("reports"),
+    no_reports: Annotated[bool, typer.Option("--no-reports", help="Leave reports/ untouched.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Only rows without evidence, or whose evidence is stale.")] = False,
+    shard: Annotated[str, typer.Option("--shard", help="i/n: this machine's part; join the parts with `parity report --merge`.")] = "",
+    slots: Annotated[int, typer.Option("--slots", help="Children per device; 0: as many as make sense.")] = 0,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds per row.")] = 300.0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of weights and probes.")] = 0,
+    isolation: Annotated[str, typer.Option("--isolation", help="warm; fork or spawn: one row per process.")] = "warm",
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Judge rows and record the evidence. Must-fail controls run along; one that survives voids the run.
+
+    Examples:
+
+      parity certify --zoo libreyolo                     everything of one zoo, at its recommended sizes
+
+      parity certify --family yolo9 --arm native         one family, one way to run it
+
+      parity certify my_case.py --json                   one module of yours, the bare arm first
+    """
+    if unknown := [c for c in cases or [] if not c.endswith(".py")]:
+        raise DiscoveryError(f"{unknown[0]}: not a case file (*.py); families are named with --family")
+    catalogue = discover(sources_of(families, cases or []))
+    zoos = (CASE,) if cases and not zoo else tuple(zoo)
+    selection = Selection(zoos, tuple(family), tuple(task), tuple(mode), tuple(arm), size, boundary)
+    rows = catalogue.select(selection)
+    quiet_reports = no_reports or bool(cases)  # a case belongs to nobody's support matrix
+    run = Certification(
+        catalogue, with_controls(catalogue, rows), engine=engine, reports=None if quiet_reports else reports, shard=shard,
+        resume=resume, slots=slots, timeout=timeout, seed=seed, isolation=isolation,
+    )  # fmt: skip
+    try:
+        with Progress(console, len(run.rows), run.engine) as progress:
+            for record in run.run():
+                progress.advance(record)
+    except KeyboardInterrupt:
+        console.print(f"interrupted: {len(run.tally.records)} finished rows are kept; `--resume` runs the others", markup=False)
+        raise typer.Exit(130) from None
+    wanted = {row.id for row in rows}
+    if as_json:
+        order = {"bare": 0, "graphed": 1, "native": 2, "eager": 3}
+        chosen = sorted((r for r in run.tally.records if r["id"] in wanted), key=lambda r: (r["family"], order[r["arm"]]))
+        _print(chosen)
+    print_summary(console, run, wanted)
+    raise typer.Exit(run.tally.exit_code)
+
+
+@app.command()
+def report(
+    reports: Reports = Path("reports"),
+    merge: Annotated[list[Path] | None, typer.Option("--merge", help="Evidence files of shards to join first; repeatable.")] = None,
+    summary: Annotated[bool, typer.Option("--summary", help="Print the matrix for a job summary instead.")] = False,
+    junit: Annotated[Path | None, typer.Option("--junit", help="Write every record as a JUnit test case there too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild SUPPORTS_CUDA_GRAPH.json and SUPPORT_MATRIX.md from evidence, from files alone.
+
+    Example: parity report --merge a/evidence/x.shard-1-of-2.jsonl --merge b/evidence/x.shard-2-of-2.jsonl
+    """
+    if merge:
+        first = read_evidence(merge[0])
+        if not first:
+            raise RecordError(f"{merge[0]}: holds no record to merge")
+        merge_evidence(merge, reports / "evidence" / f"{name_of(first[0])}.jsonl")
+    every = [record for records in read_all(reports).values() for record in records]
+    if summary:
+        typer.echo(write_summary(every))
+        return
+    if junit is not None:
+        write_junit(every, junit)
+    written = [str(path) for path in write_reports(reports)]
+    if as_json:
+        _print(written)
+        return
+    for path in written:
+        typer.echo(path)
+
+
+@app.command()
+def gate(
+    evidence: Annotated[Path | None, typer.Argument(help="Evidence to check; default: every file of --reports.")] = None,
+    zoo: Zoo = [], family: FamilyName = [], task: Task = [], mode: Mode = [], arm: ArmName = [],  # noqa: B006
+    size: Size = "recommended", families: Families = [], reports: Reports = Path("reports"),  # noqa: B006
+    allowlist: Annotated[Path | None, typer.Option("--allowlist", help="Default: the one in --reports.")] = None,
+    as_json: AsJson = False,
+) -> None:  # fmt: skip
+    """Compare evidence with the committed allowlist: regressions, unlisted successes, missing rows and zero captures all fail.
+
+    Example: parity gate out/evidence/nvidia-h200-sm90-torch2.11.0-cu130.jsonl --zoo libreyolo
+    """
+    catalogue = discover(sources_of(families))
+    rows = catalogue.select(Selection(tuple(zoo), tuple(family), tuple(task), tuple(mode), tuple(arm), size))
+    held = Allowlist.load(allowlist or reports / FILE)
+    if evidence is not None:
+        groups = {str(evidence): read_evidence(evidence)}
+    else:
+        groups = {n: records for n, records in read_all(reports).items() if records and records[0]["engine"] == "cuda"}
+    findings = []
+    for records in groups.values():
+        versions = {r["zoo"]: r["zoo_version"] for r in records}
+        stale = {row.id: why for row, why in missing_or_stale(rows, records, catalogue.family, versions) if why != "no evidence yet"}
+        findings += gates.gate(records, held, rows, stale=stale)
+    if as_json:
+        _print([f.to_dict() for f in findings])
+    else:
+        for finding in findings:
+            typer.echo(str(finding))
+        typer.echo(f"{len(findings)} findings in {len(groups)} environments" if groups else "no evidence to compare")
+    raise typer.Exit(gates.exit_code(findings) if groups else 2)
+
+
+@app.command()
+def diff(old: Path, new: Path, as_json: AsJson = False) -> None:
+    """What changed between two evidence files, after an upgrade of torch, say: verdicts, causes, kernels.
+
+    Example: parity diff old.jsonl new.jsonl
+    """
+    changes = differences.diff(read_evidence(old), read_evidence(new))
+    if as_json:
+        _print([c.to_dict() for c in changes])
+    else:
+        typer.echo(differences.render_diff(changes))
+    raise typer.Exit(differences.exit_code(changes))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code; errors made on purpose are one sentence on stderr."""
+    try:
+        app(args=list(arguments) if arguments is not None else None)
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else 0 if done.code is None else 2
+    except (DiscoveryError, RunError, RecordError, AllowlistError, ValueError) as error:
+        console.print(f"parity: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""Comparing raw bits. There is no tolerance anywhere: -0.0 is not 0.0, and equal NaN payloads are equal.
+
+Three steps, as three functions: ``compare`` pairs up two flat lists of leaves and returns every difference, ``difference`` looks at
+one pair, ``str(Difference)`` words it. A ``Bundle`` holds many leaves as one tensor of bytes, so that the usual case, no difference,
+costs one operation and one synchronisation however many leaves there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.runtime.state import data_of
+
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How one leaf differs. ``count`` of ``total`` elements; indices are flat; ``max_ulp`` is -1 where ULPs mean nothing.
+
+    ``kind``: values, shape, dtype, structure (one side is missing or of another type), object (a non-tensor leaf).
+    """
+
+    path: str
+    kind: str
+    count: int = 0
+    total: int = 0
+    first: int = -1
+    worst: int = -1
+    max_ulp: int = -1
+    detail: str = ""
+
+    def __str__(self) -> str:
+        if self.kind != "values":
+            return f"{self.path}: {self.detail}"
+        ulp = f", at most {self.max_ulp} ULP at [{self.worst}]" if self.max_ulp >= 0 else ""
+        share = 100 * self.count / self.total
+        return f"{self.path}: {self.count} of {self.total} elements ({share:.3g} %), first at [{self.first}]{ulp}"
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bits of a dense tensor as a flat tensor of integers: uint8 to int64 by element size; complex128 as pairs of int64."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain.contiguous().view(_INTEGER[plain.element_size()]).reshape(-1)
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits. Strides may differ."""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    return torch.equal(raw(actual), raw(expected))
+
+
+def ordered(tensor: Tensor) -> Tensor:
+    """Bits of a floating-point tensor as int64 such that neighbours in value are neighbours: |a - b| counts representable numbers.
+
+    Source: Dawson, "Comparing floating point numbers, 2012 edition"; the sign bit is folded so that -0.0 and 0.0 are one apart.
+    """
+    bits = raw(tensor).to(torch.int64)
+    if tensor.element_size() == 1:
+        bits = torch.where(bits > 127, bits - 256, bits)
+    smallest = -(1 << (8 * tensor.element_size() - 1))
+    return torch.where(bits < 0, smallest - bits - 1, bits)
+
+
+def _furthest(actual: Tensor, expected: Tensor) -> tuple[int, int]:
+    """Flat index and ULP distance of the worst element. Distances of float64 need 64 bits without a sign: the subtraction wraps around
+    to them, and flipping the sign bit puts them in order."""
+    a, b = ordered(actual), ordered(expected)
+    gap = (torch.maximum(a, b) - torch.minimum(a, b)) ^ torch.iinfo(torch.int64).min
+    worst = int(gap.argmax())
+    return worst, abs(int(a[worst]) - int(b[worst]))
+
+
+def difference(path: str, actual: object, expected: object) -> Difference | None:
+    """What differs between two leaves, or None. Tensors by bits, everything else by type and ``==`` (NaN is NaN, -0.0 is not 0.0)."""
+    if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)):
+        if _same_object(actual, expected):
+            return None
+        kind = "structure" if type(actual) is not type(expected) else "object"
+        return Difference(path, kind, detail=f"{_name(actual)}, expected {_name(expected)}")
+    if actual.dtype != expected.dtype:
+        return Difference(path, "dtype", detail=f"{actual.dtype}, expected {expected.dtype}")
+    if actual.shape != expected.shape:
+        return Difference(path, "shape", detail=f"{tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    a, b = raw(actual), raw(expected)
+    if torch.equal(a, b):
+        return None
+    unequal = (a != b).nonzero().reshape(-1)
+    worst, ulp = int(unequal[0]), -1
+    if actual.is_floating_point():
+        worst, ulp = _furthest(actual, expected)
+    return Difference(path, "values", int(unequal.numel()), a.numel(), int(unequal[0]), worst, ulp)
+
+
+def _same_object(actual: object, expected: object) -> bool:
+    if type(actual) is not type(expected):
+        return False
+    if isinstance(actual, (float, complex)):
+        return repr(actual) == repr(expected)
+    return bool(actual == expected)
+
+
+def compare(actual: Sequence[tuple[str, Any]], expected: Sequence[tuple[str, Any]]) -> list[Difference]:
+    """Every difference between two lists of (path, leaf), structure first: where the paths differ, values are not looked at."""
+    mine, theirs = [p for p, _ in actual], [p for p, _ in expected]
+    if mine != theirs:
+        missing = [Difference(p, "structure", detail="missing") for p in theirs if p not in mine]
+        extra = [Difference(p, "structure", detail="not expected") for p in mine if p not in theirs]
+        return missing + extra or [Difference("output", "structure", detail="leaves in another order")]
+    found = (difference(p, a, b) for (p, a), (_, b) in zip(actual, expected, strict=True))
+    return [d for d in found if d is not None]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A copy of (path, leaf) pairs. ``kinds``: dtype and shape of a tensor, the value of anything else. ``data``: all bytes, a tensor
+    per device; ``homes``: which of them each leaf lies in (-1: no tensor)."""
+
+    paths: tuple[str, ...]
+    kinds: tuple[Any, ...]
+    homes: tuple[int, ...]
+    data: tuple[Tensor, ...]
+
+    def leaves(self) -> list[tuple[str, Any]]:
+        """The pairs again, tensors as they were."""
+        offsets = [0] * len(self.data)
+        found: list[tuple[str, Any]] = []
+        for path, kind, home in zip(self.paths, self.kinds, self.homes, strict=True):
+            if home < 0:
+                found.append((path, kind))
+                continue
+            dtype, shape = kind
+            size = math.prod(shape) * dtype.itemsize
+            found.append((path, self.data[home][offsets[home] : offsets[home] + size].clone().view(dtype).reshape(shape)))
+            offsets[home] += size
+        return found
+
+    def _shape(self) -> tuple[Any, ...]:
+        return self.paths, self.homes, [len(d) for d in self.data]
+
+    def unlike(self, expected: Bundle) -> list[Difference]:
+        """Every difference from ``expected``; no leaf is looked at alone where all bytes are alike."""
+        formed_alike = self._shape() == expected._shape() and all(map(_same_object, self.kinds, expected.kinds))
+        if formed_alike and all(map(torch.equal, self.data, expected.data)):
+            return []
+        return compare(self.leaves(), expected.leaves())
+
+
+def bundle(leaves: Sequence[tuple[str, Any]]) -> Bundle:
+    """Copies the leaves. Dense tensors only."""
+    parts: dict[torch.device, list[Tensor]] = {}
+    kinds: list[Any] = []
+    homes: list[int] = []
+    for _, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            kinds.append((leaf.dtype, tuple(leaf.shape)))
+            parts.setdefault(leaf.device, []).append(data_of(leaf))
+            homes.append(list(parts).index(leaf.device))
+        else:
+            kinds.append(leaf)
+            homes.append(-1)
+    data = tuple(torch.cat(group) if len(group) > 1 else group[0].clone() for group in parts.values())
+    return Bundle(tuple(p for p, _ in leaves), tuple(kinds), tuple(homes), data)
+
+
+def _name(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.80}"

@@ -1,0 +1,73 @@
+"""What a person sees of a run: a bar with rows done, verdicts so far and time left, then a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from parity.certification import CONTROLS, Certification, explanation, line
+from parity.judge.verdict import VERDICTS
+from parity.record.line import Record, is_expected
+
+
+class Progress:
+    """A bar on a terminal; where there is none, a line per row, so that a log shows what went on."""
+
+    def __init__(self, console: Console, total: int, engine: str) -> None:
+        self.console = console
+        self.verdicts: Counter[str] = Counter()
+        self.bar = Bar(
+            TextColumn(f"{engine}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=total)
+
+    def __enter__(self) -> Progress:
+        self.bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.__exit__(kind, error, trace)
+
+    def advance(self, record: Record) -> None:
+        self.verdicts[record["verdict"]] += 1
+        told = ", ".join(f"{self.verdicts[v]} {v}" for v in VERDICTS if self.verdicts[v])
+        self.bar.update(self.task, advance=1, description=told)
+        if not self.console.is_terminal or not is_expected(record):
+            self.console.print(line(record), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_summary(console: Console, run: Certification, wanted: set[str]) -> None:
+    """Verdicts by zoo and arm, then every record that is not as expected, then what the run means."""
+    console.print(f"{run.engine} engine" + ("" if run.engine == "cuda" else ": screened, not certified"), style="italic")
+    table = Table()
+    table.add_column("zoo")
+    table.add_column("arm")
+    shown = [v for v in VERDICTS if run.tally.verdicts[v]]
+    for verdict in shown:
+        table.add_column(verdict, justify="right")
+    counted = Counter((r["zoo"], r["arm"], r["verdict"]) for r in run.tally.records)
+    for zoo, arm in sorted({(z, a) for z, a, _ in counted}):
+        table.add_row(zoo, arm, *(str(counted[zoo, arm, v] or "") for v in shown))
+    console.print(table)
+    for record in run.tally.unexpected:
+        console.print(explanation(record), markup=False, highlight=False, soft_wrap=True)
+    missing = len(wanted - {r["id"] for r in run.tally.records})
+    if missing and not run.shard:
+        console.print(f"{missing} of the rows asked for were not judged", style="red")
+    if run.tally.survived:
+        names = ", ".join(sorted({r["family"] for r in run.tally.survived}))
+        console.print(f"This run is void: {CONTROLS} that must do otherwise: {names}", style="bold red")
+    elif run.path is not None:
+        console.print(f"evidence: {run.path}", markup=False)

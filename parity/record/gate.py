@@ -1,0 +1,145 @@
+"""Compares fresh evidence with the committed allowlist.
+
+Pure: what to do about a finding is in its command, never done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from parity.judge.verdict import SAFE
+from parity.record.allowlist import certified, counts, environment_of, family_key
+from parity.record.evidence import name_of
+from parity.record.line import CONTROLS, Record, is_expected, rerun
+from parity.rows.row import Row
+from parity.runtime.allowlist import Allowlist
+
+UPDATE: Final = "parity report"
+
+# kind -> exit code. 2: the run itself is not to be trusted; 1: somebody must look.
+KINDS: Final[Mapping[str, int]] = {
+    "no baseline": 2,
+    "control survived": 2,
+    "regression": 1,
+    "unlisted success": 1,
+    "outdated certificate": 1,
+    "missing row": 1,
+    "zero captures": 1,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that differs. ``row``: a row's id, or a family's key. ``command``: the one that settles it."""
+
+    kind: str
+    row: str
+    message: str
+    command: str
+
+    @property
+    def code(self) -> int:
+        return KINDS[self.kind]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.row}: {self.message}\n    {self.command}"
+
+
+def gate(
+    records: Iterable[Record],
+    allowlist: Allowlist,
+    rows: Sequence[Row],
+    *,
+    stale: Mapping[str, str] | None = None,
+    complete: bool = False,
+) -> list[Finding]:
+    """All findings, the worst kinds first.
+
+    ``records``: of one environment. ``rows``: those that must have evidence; records of other rows are not looked at.
+    ``stale``: row id to why its record no longer holds (``fresh.missing_or_stale``). ``complete``: ``rows`` are all
+    there are, so that a certificate of a family without rows is a finding too.
+    """
+    stale = stale or {}
+    wanted = {row.id: row for row in rows}
+    last = {record["id"]: record for record in records if record["id"] in wanted}
+    findings: list[Finding] = []
+    for name in sorted({name_of(record) for record in last.values()}):
+        findings += _baseline(name, [r for r in last.values() if name_of(r) == name], allowlist, complete)
+    for row in rows:
+        record = last.get(row.id)
+        if record is None:
+            findings.append(Finding("missing row", row.id, "no evidence on this environment", rerun(row, "cuda")))
+        elif row.id in stale:
+            text = f"its evidence no longer holds: {stale[row.id]}"
+            findings.append(Finding("missing row", row.id, text, rerun(row, record["engine"])))
+        else:
+            findings += _row(row, record)
+    return sorted(findings, key=lambda f: list(KINDS).index(f.kind))
+
+
+def _row(row: Row, record: Record) -> Iterable[Finding]:
+    again = rerun(row, record["engine"])
+    if record["verdict"] in SAFE and row.arm != "eager" and not (record["captures"] and record["replays"]):
+        counted = f"{record['captures']} captures and {record['replays']} replays"
+        told = f"{record['verdict']} with {counted}: eager was compared with itself"
+        yield Finding("zero captures", row.id, told, again)
+    if record["verdict"] == "unavailable" and record["expected"] != "unavailable" and row.zoo != CONTROLS:
+        yield Finding("missing row", row.id, f"was not judged: {record['message'] or 'unavailable'}", again)
+    if row.zoo == CONTROLS and not is_expected(record):
+        must = f"{record['expected']}{_because(record['expected_cause'])}"
+        told = f"must be {must}, is {record['verdict']}{_because(record['cause'])}"
+        yield Finding("control survived", row.id, f"{told}: nothing else of this run is to be trusted", again)
+
+
+def _baseline(name: str, records: list[Record], allowlist: Allowlist, complete: bool) -> Iterable[Finding]:
+    listed = {c.id: c for c in allowlist.certificates if c.measured_on == name}
+    if name not in allowlist.environments:
+        emulated = all(record["engine"] != "cuda" for record in records)
+        told = (
+            "an emulated run screens and certifies nothing, so nothing compares with it: gate evidence of a GPU"
+            if emulated
+            else f"the allowlist has no baseline for it, only for {', '.join(allowlist.environments) or 'none at all'}"
+        )
+        command = "parity certify --engine cuda" if emulated else f"{UPDATE}  # then commit reports/"
+        yield Finding("no baseline", name, told, command)
+        return
+    safe = certified(records)
+    for key, rows in safe.items():
+        if key not in listed:
+            yield Finding("unlisted success", key, f"certified on {name}, but not in the allowlist", UPDATE)
+            continue
+        then = listed[key].environment
+        if moved := sorted({f"{n} {old!r}, now {new!r}" for row in rows for n, old, new in _moved(then, row)}):
+            yield Finding("outdated certificate", key, f"was certified with {'; '.join(moved)}", UPDATE)
+    for record in records:
+        if counts(record) and family_key(record) in listed and record["verdict"] not in {"certified", "unavailable"}:
+            why = f"was certified on {name}, is now {record['verdict']}{_because(record['cause'])}"
+            where = f" at {record['where']}" if record["where"] else ""
+            yield Finding(
+                "regression", record["id"], why + where, f"{rerun(Row.parse(record['id']), 'cuda')}  # if it is meant: {UPDATE}"
+            )
+    if complete:
+        present = {family_key(record) for record in records}
+        for key in sorted(set(listed) - present):
+            yield Finding("missing row", key, f"is in the allowlist for {name}, but no row of it is declared any more", UPDATE)
+
+
+def _moved(then: Any, record: Record) -> list[tuple[str, str, str]]:
+    now = asdict(environment_of(record))
+    return [(name, old, now[name]) for name, old in asdict(then).items() if old != now[name]]
+
+
+def _because(cause: str) -> str:
+    return f" ({cause})" if cause else ""
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0: as listed; 1: somebody must look; 2: the run is not to be trusted, or there is no baseline for this
+    environment.
+    """
+    return max((finding.code for finding in findings), default=0)

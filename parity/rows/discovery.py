@@ -1,0 +1,173 @@
+"""Finds families: in a folder, through the entry-point group ``parity.families``, or as a case file. Errors name the file."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from parity.rows.case import CaseError, case_zoo
+from parity.rows.family import Family, Zoo
+from parity.rows.row import ARMS, DEFAULT_ARMS, MODES, Row
+
+ENTRY_POINTS = "parity.families"
+
+
+class DiscoveryError(Exception):
+    """A family file that raises or declares nothing, or a name that nothing answers to."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Exact names; empty means all. ``size``: 'recommended', 'native', 'all', or an edge in pixels. ``arms`` empty: the default ones.
+    ``boundary`` None: all; else only rows cut there ('' for the family's own choice)."""
+
+    zoos: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()
+    size: str = "recommended"
+    boundary: str | None = None
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """All zoos found, and what was asked of where to look (``sources``: a child process discovers again from them)."""
+
+    zoos: tuple[Zoo, ...]
+    sources: tuple[str, ...]
+
+    def zoo(self, name: str) -> Zoo:
+        for zoo in self.zoos:
+            if zoo.name == name:
+                return zoo
+        raise DiscoveryError(_unknown("zoo", name, [z.name for z in self.zoos]))
+
+    def family(self, row: Row) -> Family:
+        """The family of a row. Raises DiscoveryError with near names where there is none."""
+        keys = {f.key: f for f in self.zoo(row.zoo).families}
+        key = f"{row.zoo}/{row.family}/{row.task}"
+        if key not in keys:
+            raise DiscoveryError(_unknown("family", key, list(keys)))
+        return keys[key]
+
+    def select(self, selection: Selection) -> list[Row]:
+        """The rows of a selection, in declaration order. Raises DiscoveryError for unknown names and for an empty selection."""
+        every = [f for z in self.zoos for f in z.families]
+        _known("zoo", selection.zoos, (z.name for z in self.zoos))
+        _known("family", selection.families, (f.name for f in every))
+        _known("task", selection.tasks, (f.task for f in every))
+        _known("mode", selection.modes, MODES)
+        _known("arm", selection.arms, ARMS)
+        if not selection.size.isdigit():
+            _known("size", (selection.size,), ("recommended", "native", "all"))
+        arms = selection.arms or DEFAULT_ARMS
+        rows = []
+        for family in every:
+            if selection.zoos and family.zoo not in selection.zoos:
+                continue
+            if selection.families and family.name not in selection.families:
+                continue
+            if selection.tasks and family.task not in selection.tasks:
+                continue
+            named = {"recommended": family.sizes[:1], "native": family.sizes[-1:], "all": family.sizes}
+            sizes = named[selection.size] if selection.size in named else (int(selection.size),)
+            declared = family.rows()
+            if "eager" in arms:  # the reference as an arm of its own: never declared, only asked for
+                declared += [r.with_arm("eager") for r in declared if r.arm == family.arms[0]]
+            rows += [r for r in declared if r.arm in arms and r.settings.size in sizes]
+        rows = [r for r in rows if not selection.modes or r.mode in selection.modes]
+        rows = [r for r in rows if selection.boundary is None or r.settings.boundary == selection.boundary]
+        if not rows:
+            raise DiscoveryError(f"no row answers to {selection}: name fewer conditions, or see `parity list`")
+        return rows
+
+
+def _unknown(kind: str, name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.4) or sorted(known)[:8]
+    return f"no {kind} is called {name!r}; near: {', '.join(near) or 'there is none at all'}"
+
+
+def _known(kind: str, names: Iterable[str], known: Iterable[str]) -> None:
+    every = sorted(set(known))
+    for name in names:
+        if name not in every:
+            raise DiscoveryError(_unknown(kind, name, every))
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    is_package = path.is_dir()
+    file = path / "__init__.py" if is_package else path
+    if name in sys.modules:
+        loaded = getattr(sys.modules[name], "__file__", None)
+        if loaded is None or not Path(loaded).samefile(file):
+            raise DiscoveryError(f"{file}: a module {name} is loaded already, from {loaded}: give one of the two folders another name")
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(path)] if is_package else None)
+    if spec is None or spec.loader is None:
+        raise DiscoveryError(f"{file}: not a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise DiscoveryError(f"{file}: raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _zoo_of(module: ModuleType, origin: str) -> Zoo:
+    zoo = getattr(module, "ZOO", None)
+    if not isinstance(zoo, Zoo):
+        raise DiscoveryError(f"{origin}: declares no ZOO (a parity.rows.family.Zoo); found {type(zoo).__name__}")
+    return zoo
+
+
+def _folder(folder: Path) -> list[Zoo]:
+    package = folder.name
+    if (folder / "__init__.py").exists():
+        _load(package, folder)
+    parts = sorted(p for p in folder.iterdir() if not p.name.startswith(("_", ".")))
+    modules = [p for p in parts if p.suffix == ".py" or (p.is_dir() and (p / "__init__.py").exists())]
+    return [_zoo_of(_load(f"{package}.{p.stem}", p), str(p)) for p in modules]
+
+
+def is_case(source: str | Path) -> bool:
+    return str(source).endswith(".py")
+
+
+def discover(sources: Sequence[str | Path] = ("families",)) -> Catalogue:
+    """All zoos of the ``sources`` (folders of families, case files, ``entry-points``). Raises DiscoveryError; imports no model code."""
+    zoos: list[Zoo] = []
+    cases = [Path(s).resolve() for s in sources if is_case(s)]
+    if cases:
+        try:
+            zoos.append(case_zoo(cases))
+        except CaseError as error:
+            raise DiscoveryError(str(error)) from error
+    for source in sources:
+        if is_case(source):
+            continue
+        if source == "entry-points":
+            for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+                zoos.append(_zoo_of(importlib.import_module(point.value.partition(":")[0]), f"entry point {point.name}"))
+            continue
+        folder = Path(source)
+        if not folder.is_dir():
+            raise DiscoveryError(f"{folder}: no such folder of families")
+        zoos += _folder(folder.resolve())
+    names = [z.name for z in zoos]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise DiscoveryError(f"declared twice: zoo {', '.join(twice)}")
+    keys = Counter(family.key for zoo in zoos for family in zoo.families)
+    if twice := sorted(key for key, count in keys.items() if count > 1):
+        raise DiscoveryError(f"declared twice: family {', '.join(twice)}")
+    return Catalogue(tuple(zoos), tuple(str(s if s == "entry-points" else Path(s).resolve()) for s in sources))

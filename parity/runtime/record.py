@@ -1,0 +1,177 @@
+"""Recording one graph: warm-up on the capture stream, a traced eager call, the capture itself, all side effects undone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.runtime import rng, tree
+from parity.runtime.buffers import Intake, Outlet
+from parity.runtime.derived import Derived
+from parity.runtime.engine import on_device
+from parity.runtime.errors import CaptureRefused
+from parity.runtime.invalidation import LOCAL, generators
+from parity.runtime.liveness import Trace, trace
+from parity.runtime.pool import CAPTURES, Pool
+from parity.runtime.refusal import explain
+from parity.runtime.state import kept
+
+
+@dataclass
+class Entry:
+    """One captured graph. ``derived``: what it reads that may go stale, None where nothing. ``weights``, ``clock``: versions and clock
+    at capture. ``doubt``: its derived tensors have to be compared again before the next replay. ``early``: captured ahead of use."""
+
+    graph: Any
+    intake: Intake
+    outlet: Outlet
+    pool: Pool
+    traced: Trace
+    device: int
+    derived: Derived | None
+    weights: int | None = None
+    clock: int = 0
+    doubt: bool = False
+    early: bool = False
+    replays: int = 0
+
+    @property
+    def inputs(self) -> list[Any]:
+        return self.intake.leaves
+
+    @property
+    def outputs(self) -> list[Any]:
+        return self.outlet.leaves
+
+    def doubtful(self) -> bool:
+        return self.derived is not None and (self.doubt or self.derived.superseded())
+
+    def replay(self, leaves: Any) -> Any:
+        """``leaves``: of the call, in order. Their geometry is that of the capture: the caller looked it up."""
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self._replay(leaves)
+        return self._replay(leaves)
+
+    def _replay(self, leaves: Any) -> Any:
+        self.pool.begin()
+        try:
+            self.intake.fill(leaves)
+            self.graph.replay()
+            self.replays += 1
+            return self.outlet.hand_out(leaves)
+        finally:
+            self.pool.end()
+
+
+class CaptureFailed(CaptureRefused):
+    """A capture was begun and did not end well: graphs captured before it in this process follow a generator state it broke."""
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[None]:
+    """Runners within the region step aside; autocast casts weights inside the graph, for copies in its cache die with its block."""
+    cached = torch.is_autocast_cache_enabled()
+    LOCAL.busy = True
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        LOCAL.busy = False
+
+
+def retrace(region: Callable[..., Any], module: nn.Module | None, leaves: list[Any], spec: Any) -> Trace:
+    """What a call reads, side effects undone, no result kept."""
+    static = Intake(leaves).leaves
+    args, kwargs = tree.unflatten(static, spec)
+    streams = rng.save(generators(module))
+    try:
+        with _ours(), kept(module):
+            traced = trace(lambda *_: region(*args, **kwargs), static, module)
+    finally:
+        rng.restore(streams)
+    traced.result = None
+    return traced
+
+
+def record(
+    region: Callable[..., Any],
+    module: nn.Module | None,
+    leaves: list[Any],
+    spec: Any,
+    pool: Pool,
+    *,
+    warmup: int,
+    clone: bool,
+) -> Entry:
+    """Captures ``region`` for the geometry of ``leaves``. Raises CaptureRefused before, and CaptureFailed after the capture began; what
+    the region itself raises in an eager call passes through."""
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not on_device(leaf):
+            raise CaptureRefused("host-state", f"input {position} is a host tensor: what Python reads from it would freeze")
+    with CAPTURES, pool.lock, _ours():
+        return _record(region, module, leaves, spec, pool, warmup, clone)
+
+
+def _record(
+    region: Callable[..., Any], module: nn.Module | None, leaves: list[Any], spec: Any, pool: Pool, warmup: int, clone: bool
+) -> Entry:
+    intake = Intake(leaves)
+    args, kwargs = tree.unflatten(intake.leaves, spec)
+
+    def call(*_: Any) -> Any:
+        return region(*args, **kwargs)
+
+    owned = generators(module)
+    streams = rng.save(owned)
+    before = torch.cuda.current_stream()
+    stream = pool.capture_stream()
+    stream.wait_stream(before)
+    try:
+        with kept(module), torch.cuda.stream(stream):
+            for _ in range(warmup - 1):
+                call()
+            traced = trace(call, intake.leaves, module)
+    finally:
+        before.wait_stream(stream)
+        rng.restore(streams)
+    _check(traced)
+    derived = Derived(traced.reads, module) if traced.reads else None
+    traced.result = None
+    graph = torch.cuda.CUDAGraph()
+    for generator in owned:
+        graph.register_generator_state(generator)
+    try:
+        with (
+            kept(module, executed=False),
+            torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"),
+        ):
+            result = call()
+    except BaseException as error:
+        torch.cuda.set_stream(before)  # torch does not leave the capture stream when the end of a capture raises
+        rng.repair(streams)
+        if not isinstance(error, Exception):
+            raise
+        reason = explain(error, traced)
+        raise CaptureFailed(reason.cause, reason.message, reason.where) from error
+    before.wait_stream(stream)
+    rng.restore(streams)
+    if derived is not None:
+        derived.settle()
+    return Entry(graph, intake, Outlet(result, intake.leaves, clone), pool, traced, torch.cuda.current_device(), derived)
+
+
+def _check(traced: Trace) -> None:
+    leaves, _ = tree.flatten(traced.result)
+    if traced.written:
+        raise CaptureRefused("input-mutation", f"the region writes to input {traced.written[0]}, which a replay would not pass on")
+    if foreign := tree.opaque(leaves):
+        raise CaptureRefused("host-state", f"an output is a {foreign[0].__qualname__}, whose tensors cannot be seen")
+    if not any(isinstance(x, Tensor) for x in leaves):
+        raise CaptureRefused("unknown", "the output holds no tensor")

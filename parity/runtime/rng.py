@@ -1,0 +1,62 @@
+"""Every random stream a forward may draw from: saved before warm-up, put back after it and after a capture, failed ones included."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Streams:
+    """States of the default generators (host and one device), of Python's ``random``, of NumPy's legacy generator, and of ``others``:
+    (generator, state, twin) of device generators that somebody owns."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+    twin: Any
+    python: Any
+    numpy: Any
+    others: tuple[tuple[Any, torch.Tensor, Any], ...] = ()
+
+
+def _generator() -> Any:
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def save(others: Sequence[Any] = ()) -> Streams:
+    """The streams as they are. Not during a capture: reading a device generator there is refused."""
+    numpy = sys.modules.get("numpy")
+    generator = _generator()
+    return Streams(
+        torch.get_rng_state(),
+        generator.get_state(),
+        generator.clone_state(),
+        random.getstate(),
+        numpy.random.get_state() if numpy is not None else None,
+        tuple((g, g.get_state(), g.clone_state()) for g in others),
+    )
+
+
+def restore(streams: Streams) -> None:
+    torch.set_rng_state(streams.host)
+    _generator().set_state(streams.device)
+    random.setstate(streams.python)
+    if streams.numpy is not None:
+        sys.modules["numpy"].random.set_state(streams.numpy)
+    for generator, state, _ in streams.others:
+        generator.set_state(state)
+
+
+def repair(streams: Streams) -> None:
+    """``restore`` after a failed capture, which leaves the device generators refusing every later draw ("Offset increment outside
+    graph capture"): the states they hold are exchanged for twins saved before. Graphs captured earlier follow the old states, so
+    their owners must drop them."""
+    _generator().graphsafe_set_state(streams.twin)
+    for generator, _, twin in streams.others:
+        generator.graphsafe_set_state(twin)
+    restore(streams)

@@ -1,0 +1,294 @@
+"""GraphRunner: a callable that replays what it could capture and runs the rest eagerly.
+
+A steady call compares one number, builds a small key, copies its inputs into the graph's own, replays, and hands out clones. Everything
+else is slow and rare: the full check of the module (once per outermost ``scope``, at every call outside of one), the full signature,
+capture, and the comparison of tensors that were derived from weights.
+
+What it does not do: it never decides whether a family is safe (the allowlist does), it captures no training step, it keeps no more than
+``max_graphs`` graphs, and it does not see attributes that Python reads (``invalidate`` after changing one).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.runtime import tree
+from parity.runtime.engine import on_device
+from parity.runtime.errors import CaptureRefused
+from parity.runtime.invalidation import CLOCK, LOCAL, Watch
+from parity.runtime.pool import Pool
+from parity.runtime.record import CaptureFailed, Entry, record, retrace
+from parity.runtime.signature import Signature, quick, signature
+from parity.runtime.validation import differs
+
+__all__ = ["Entry", "GraphRunner", "Info"]
+
+_LOG = logging.getLogger("parity.runtime")
+_RUNNERS: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
+_COUNTED = 1024
+"""Signatures whose calls are counted at once."""
+_WAITING = "its signature was not called often enough yet"
+
+
+@dataclass
+class Info:
+    """What a runner did: signatures captured and their replays; eager calls by reason; captures dropped by reason."""
+
+    captured: dict[str, int] = field(default_factory=dict)
+    captures: int = 0
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class GraphRunner:
+    """Replays ``region`` from CUDA graphs, one per signature.
+
+    ``module``: whose changes are noticed and whose buffers warm-up and capture may not move. ``warmup``: eager calls before a capture,
+    the last one traced. ``max_graphs``: further signatures run eager. ``clone_outputs``: hand out clones; without it a result is
+    overwritten by the next replay of the same signature. ``pool``: shared with other runners of the same device.
+    ``gap``: given the input tensors of a new signature, why no certificate covers it; such a capture must first replay every bit of
+    eager.
+    """
+
+    def __init__(
+        self,
+        region: Callable[..., Any],
+        module: nn.Module | None = None,
+        *,
+        warmup: int = 2,
+        max_graphs: int = 8,
+        clone_outputs: bool = True,
+        pool: Callable[[], Pool] | None = None,
+        gap: Callable[[list[Tensor]], str] | None = None,
+        name: str = "",
+    ) -> None:
+        if warmup < 1:
+            raise ValueError(f"warmup={warmup}: at least one eager call has to come first, to be traced and to warm libraries up")
+        CLOCK.install()
+        self.region = region
+        self.module = module if module is not None else (region if isinstance(region, nn.Module) else None)
+        self.warmup = warmup
+        self.max_graphs = max_graphs
+        self.clone_outputs = clone_outputs
+        self.name = name or type(self.module if self.module is not None else region).__qualname__
+        self._gap = gap
+        self._new_pool = pool
+        self._pools: dict[int, Pool] = {}
+        self._entries: dict[Signature, Entry] = {}
+        self._quick: dict[Hashable, Entry] = {}
+        self._refused: dict[Signature, CaptureRefused] = {}
+        self._counts: OrderedDict[Signature, int] = OrderedDict()
+        self._watch = Watch(self.module) if self.module is not None else None
+        self._flags: Any = (self._watch.training, self._watch.grads) if self._watch is not None else None
+        self._visit = -1
+        self._changes = -1
+        self._lock = threading.RLock()
+        self._logged: set[str] = set()
+        self._info = Info()
+        _RUNNERS.add(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        visit = LOCAL.visit
+        if LOCAL.busy:
+            return self.region(*args, **kwargs)
+        if visit == 0 or visit != self._visit or CLOCK.changes != self._changes:
+            self._inspect(visit)
+        leaves = (*args, *kwargs.values()) if kwargs else args
+        key = quick(leaves, tuple(kwargs))
+        entry = self._quick.get(key)
+        if entry is None or torch.cuda.is_current_stream_capturing() or (entry.derived is not None and entry.doubtful()):
+            return self._call(args, kwargs, key)
+        self._info.replays += 1
+        return entry.replay(leaves)
+
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        """Captures the signature of this call now, if it is not captured yet. Raises CaptureRefused with cause and source line."""
+        self._inspect(LOCAL.visit)
+        leaves, spec = tree.flatten((args, kwargs))
+        if (reason := self._cannot(leaves)) is not None:
+            raise CaptureRefused("unknown", reason)
+        key = signature(leaves, spec, self._training())
+        if key not in self._entries:
+            self._capture(key, leaves, spec)
+
+    def info(self) -> Info:
+        self._info.captured = {str(key): entry.replays for key, entry in self._entries.items()}
+        return self._info
+
+    def entries(self) -> list[Entry]:
+        return list(self._entries.values())
+
+    def release(self, reason: str = "released") -> None:
+        """Drops all graphs and what they hold. Results already handed out stay."""
+        with self._lock:
+            if self._entries:
+                self._info.dropped[reason] += len(self._entries)
+            pools = {id(e.pool): e.pool for e in self._entries.values()}
+            for pool in pools.values():
+                pool.drain()
+            self._entries.clear()
+            self._quick.clear()
+            self._refused.clear()
+            self._pools.clear()
+
+    def invalidate(self, reason: str) -> None:
+        """To be called after changing what the region computes in a way that nobody can see: an attribute, a hook, a flag."""
+        self.release(reason)
+
+    def _training(self) -> tuple[bool, ...]:
+        return () if self._watch is None else self._watch.training
+
+    def _cannot(self, leaves: list[Any]) -> str | None:
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if not any(map(on_device, tensors)):
+            return "no input is on a CUDA device"
+        if torch.cuda.is_current_stream_capturing():
+            return "the current stream is being captured by somebody else"
+        if torch.is_grad_enabled() and any(
+            t.requires_grad for t in [*tensors, *(self.module.parameters() if self.module is not None else ())]
+        ):
+            return "gradients are enabled: this runner captures inference only"
+        if foreign := tree.opaque(leaves):
+            return f"an argument is a {foreign[0].__qualname__}, whose tensors cannot be seen"
+        for t in tensors:
+            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_conj() or t.is_neg():
+                return f"an input is a {type(t).__name__} of layout {t.layout}: only plain strided tensors are captured"
+        if len({t.device for t in tensors if on_device(t)}) > 1:
+            return "the inputs lie on several devices"
+        return None
+
+    def _eager(self, reason: str, args: Any, kwargs: Any) -> Any:
+        self._info.eager[reason] += 1
+        if reason not in self._logged and reason != _WAITING:
+            self._logged.add(reason)
+            _LOG.warning("cuda_graph: %s runs eager: %s", self.name, reason)
+        return self.region(*args, **kwargs)
+
+    # ------------------------------------------------------------ the slow path
+    def _call(self, args: Any, kwargs: Any, quick_key: Hashable) -> Any:
+        leaves, spec = tree.flatten((args, kwargs))
+        if (reason := self._cannot(leaves)) is not None:
+            return self._eager(reason, args, kwargs)
+        key = signature(leaves, spec, self._training())
+        entry = self._entries.get(key)
+        if entry is not None and entry.doubtful():
+            return self._renew(key, entry, args, kwargs)
+        if entry is None:
+            if key in self._refused:
+                return self._eager(f"refused: {self._refused[key].cause}: {self._refused[key].message}", args, kwargs)
+            if len(self._entries) >= self.max_graphs:
+                return self._eager(f"more than {self.max_graphs} signatures", args, kwargs)
+            if self._count(key) < LOCAL.after:
+                return self._eager(_WAITING, args, kwargs)
+            try:
+                entry = self._capture(key, leaves, spec)
+            except CaptureRefused as refusal:
+                self._refused[key] = refusal
+                return self._eager(f"refused: {refusal.cause}: {refusal.message}", args, kwargs)
+        if quick_key is not None:
+            self._quick[quick_key] = entry
+        self._info.replays += 1
+        return entry.replay(leaves)
+
+    def _count(self, key: Signature) -> int:
+        count = self._counts.pop(key, 0) + 1
+        self._counts[key] = count
+        if len(self._counts) > _COUNTED:
+            self._counts.popitem(last=False)
+        return count
+
+    def _capture(self, key: Signature, leaves: list[Any], spec: Any) -> Entry:
+        try:
+            return self._capture_locked(key, leaves, spec)
+        except CaptureFailed:  # with no lock held: two threads may get here at once
+            for runner in list(_RUNNERS):
+                runner.release("a capture failed in this process, and graphs follow the generator state it broke")
+            raise
+
+    def _capture_locked(self, key: Signature, leaves: list[Any], spec: Any) -> Entry:
+        device = next((x.device for x in leaves if isinstance(x, Tensor) and on_device(x)), None)
+        with self._lock, torch.cuda.device(device):
+            if key in self._entries:  # another thread was first
+                return self._entries[key]
+            gap = self._gap([x for x in leaves if isinstance(x, Tensor)]) if self._gap is not None else ""
+            self._warn_unused(key)
+            index = torch.cuda.current_device()
+            if index not in self._pools:
+                self._pools[index] = self._new_pool() if self._new_pool is not None else Pool()
+            entry = record(self.region, self.module, leaves, spec, self._pools[index], warmup=self.warmup, clone=self.clone_outputs)
+            if gap and (what := differs(entry, self.region, self.module, leaves, spec)):
+                raise CaptureRefused("unknown", f"{gap}, and its first use did not validate: {what}")
+            entry.weights, entry.clock = self._versions(), CLOCK.weights
+            self._info.captures += 1
+            self._entries[key] = entry
+            return entry
+
+    def _warn_unused(self, key: Signature) -> None:
+        unused = [str(k) for k, e in self._entries.items() if e.early and not e.replays]
+        if unused and "unused" not in self._logged:
+            self._logged.add("unused")
+            _LOG.warning(
+                "cuda_graph: %s captures %s, but what capture_graph() captured was never used: %s. Give it the size, batch and dtype "
+                "that calls really have.",
+                self.name,
+                key,
+                "; ".join(unused),
+            )
+
+    # ------------------------------------------------------------ what changed
+    def _inspect(self, visit: int) -> None:
+        """The full check."""
+        changes = CLOCK.changes
+        if self._watch is not None:
+            if what := self._watch.look():
+                self.release(what)
+            flags = (self._watch.training, self._watch.grads)
+            if flags != self._flags:
+                self._flags = flags
+                self._quick.clear()
+        self._suspect()
+        self._visit, self._changes = visit, changes
+
+    def _suspect(self) -> None:
+        derived = [(key, entry) for key, entry in self._entries.items() if entry.derived is not None]
+        if not derived:
+            return
+        versions = self._versions()
+        for key, entry in derived:
+            if entry.clock != CLOCK.weights or entry.weights != versions:
+                self._drop(key, "it read something derived from weights, and weights may have changed")
+            elif entry.derived is not None and (versions is None or entry.derived.replaced()):
+                entry.doubt = True
+
+    def _versions(self) -> int | None:
+        return 0 if self._watch is None else self._watch.versions()
+
+    def _drop(self, key: Signature, reason: str) -> None:
+        with self._lock:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                entry.pool.drain()
+                self._info.dropped[reason] += 1
+                for name in [k for k, e in self._quick.items() if e is entry]:
+                    del self._quick[name]
+
+    def _renew(self, key: Signature, entry: Entry, args: Any, kwargs: Any) -> Any:
+        """An eager call, in which the owner of a derived tensor renews it; the graph stays if that gave the same bits."""
+        result = self._eager("a tensor that the graph reads was replaced", args, kwargs)
+        leaves, spec = tree.flatten((args, kwargs))
+        traced = retrace(self.region, self.module, leaves, spec)
+        if entry.derived is not None and entry.derived.renew(traced.reads):
+            entry.doubt = False
+        else:
+            self._drop(key, "a tensor it read was replaced by another")
+        return result

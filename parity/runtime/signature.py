@@ -1,0 +1,149 @@
+"""The frozen key of a call: everything that a recorded graph holds fixed and a later call might not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec
+
+from parity.runtime.engine import on_device
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Hashable. ``leaves``: per tensor its geometry and which earlier leaf it shares storage with; per other leaf type and value.
+    ``modes``: global switches that choose kernels. ``training``: the flag of every submodule."""
+
+    spec: TreeSpec
+    leaves: tuple[Hashable, ...]
+    modes: tuple[Hashable, ...]
+    training: tuple[bool, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.leaves, self.modes, self.training))
+
+    def __str__(self) -> str:
+        shapes = [f"{list(x[1])} {str(x[2]).removeprefix('torch.')}" for x in self.leaves if isinstance(x, tuple) and x[0] == "tensor"]
+        return ", ".join(shapes) or "no tensor"
+
+
+def _precision() -> tuple[Callable[[], Hashable], ...]:
+    """TF32 and its successors. Where torch has the newer setting, the older one must not be read: it raises once both were used."""
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if getter is None:
+        return (torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32)
+    return tuple(lambda b=b, op=op: getter(b, op) for b, op in (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("cuda", "all")))
+
+
+_SWITCHES: tuple[Callable[[], Hashable], ...] = (
+    *_precision(),
+    *(
+        getattr(torch._C, name)
+        for name in (
+            "_get_cublas_allow_fp16_reduced_precision_reduction",
+            "_get_cublas_allow_bf16_reduced_precision_reduction",
+            "_get_cudnn_enabled",
+            "_get_cudnn_benchmark",
+            "_get_cudnn_deterministic",
+            "_get_deterministic_algorithms",
+            "_get_deterministic_fill_uninitialized_memory",
+            "_get_flash_sdp_enabled",
+            "_get_mem_efficient_sdp_enabled",
+            "_get_math_sdp_enabled",
+            "_get_cudnn_sdp_enabled",
+            "_get_math_sdp_allow_fp16_bf16_reduction",
+        )
+        if hasattr(torch._C, name)
+    ),
+)
+
+
+def modes() -> tuple[Hashable, ...]:
+    """Global state that changes which kernels run: grad and inference mode, autocast, TF32, cuDNN, deterministic algorithms, SDPA."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda") and (torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()),
+        torch.get_default_dtype(),
+        *[switch() for switch in _SWITCHES],
+    )
+
+
+_PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
+
+
+def quick(leaves: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Hashable, ...] | None:
+    """What ``signature`` tells apart, for a call whose arguments are plain tensors and scalars, at a fraction of its cost.
+
+    ``leaves``: the positional arguments, then the keyword arguments called ``names``. None where some leaf is anything else.
+    """
+    key: list[Hashable] = [names, modes()]
+    tensors: list[Tensor] = []
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind is Tensor:
+            if leaf.layout is not torch.strided:
+                return None
+            tensors.append(leaf)
+            key.append(
+                (
+                    leaf.shape,
+                    leaf.stride(),
+                    leaf.dtype,
+                    leaf.device,
+                    leaf.requires_grad,
+                    leaf.data_ptr() & 15,
+                    leaf.is_conj() or leaf.is_neg(),
+                )
+            )
+        elif kind in _PLAIN:
+            key.append((kind, leaf))
+        else:
+            return None
+    if len(tensors) > 1:
+        key.append(aliases(tensors))
+    return tuple(key)
+
+
+def aliases(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Per tensor the first one that is the same object, and the first one on the same storage."""
+    objects: dict[int, int] = {}
+    storages: dict[int, int] = {}
+    return tuple((objects.setdefault(id(t), i), storages.setdefault(t.untyped_storage()._cdata, i)) for i, t in enumerate(tensors))
+
+
+def _value(leaf: Any) -> Hashable:
+    if isinstance(leaf, (float, complex)):
+        return repr(leaf)  # 0.0 == -0.0, and nan is unequal to itself
+    if isinstance(leaf, slice):
+        return tuple((type(x), x) for x in (leaf.start, leaf.stop, leaf.step))
+    hash(leaf)
+    return leaf  # type: ignore[no-any-return]
+
+
+def signature(leaves: list[Any], spec: TreeSpec, training: tuple[bool, ...] = ()) -> Signature:
+    """The key of a call whose arguments were flattened. Raises TypeError for an unhashable leaf that is no tensor."""
+    same = iter(aliases([x for x in leaves if isinstance(x, Tensor)]))
+    described: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            described.append(
+                (
+                    "tensor",
+                    tuple(leaf.shape),
+                    leaf.dtype,
+                    leaf.stride(),
+                    str(leaf.device),
+                    on_device(leaf),
+                    leaf.requires_grad,
+                    leaf.data_ptr() & 15,
+                    next(same),
+                )
+            )
+        else:
+            described.append((type(leaf), _value(leaf)))
+    return Signature(spec, tuple(described), modes(), training)

@@ -1,0 +1,150 @@
+"""What the tests of the doors share: a small zoo with its controls, and a pool that knows its verdicts without any process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parity.judge.outcome import Check, Outcome
+from parity.rows.row import Row
+from parity.run.isolate import Options
+from parity.run.nursery import NoDevice
+
+ROOT = Path(__file__).parents[1]
+
+MODELS = """
+from parity.rows.family import Expect, Family, Input, Subject, Zoo
+
+def build(kind):
+    def make(settings):
+        import torch
+        class Model(torch.nn.Module):
+            calls = 0
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.randn(4))
+            def forward(self, x):
+                self.calls += 1
+                if kind == "waits":
+                    import time
+                    time.sleep(600)
+                return x * self.weight * (self.calls if kind == "counts" else 1)
+        module = Model().eval()
+        return Subject(module, module)
+    return make
+
+def inputs(size, batch):
+    return (Input((batch, 4)),)
+
+def warm():
+    import torch
+
+def family(name, kind, zoo, task="detect", arms=("bare", "graphed"), **more):
+    return Family(zoo, name, task, build(kind), inputs, arms=arms, **more)
+
+def wrong(cause="python-counter"):
+    expect = Expect("wrong", "scales every result by a Python counter", cause, check="replay")
+    return {"bare": (expect,), "graphed": (expect,)}
+"""
+SMALL = """
+from ._models import *
+
+ZOO = Zoo("small", "torch", "pip install torch", (
+    family("healthy", "plain", "small"),
+    family("healthy", "plain", "small", "pose"),
+    family("ec", "plain", "small", arms=("graphed",)),
+    family("known", "counts", "small", expected=wrong()),
+    family("sabotaged", "counts", "small", arms=("bare",)),
+    family("better", "plain", "small", arms=("bare",), expected=wrong()),
+    family("gone", "plain", "small", unavailable="its weights need the network"),
+), warm, lambda: "1.0")
+"""
+CONTROLS = """
+from ._models import *
+
+ZOO = Zoo("controls", "torch", "pip install torch", (
+    family("must_fail", {must_fail!r}, "controls", "sabotaged", ("bare",), expected=wrong()),
+    family("must_pass", "plain", "controls", "healthy", ("graphed",)),
+), warm, lambda: "1.0")
+"""
+CASE = """
+import torch
+MODE = "inference"
+class Counts(torch.nn.Module):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+def build():
+    return Counts()
+def probes(device):
+    return (torch.rand(1, 8).to(device),), (torch.randn(1, 8).to(device),)
+"""
+COUNTING = ("known", "sabotaged", "must_fail")
+
+
+def write_families(folder: Path, name: str = "families", *, survivor: bool = False, extra: str = "") -> Path:
+    """``folder/name``; ``survivor``: the control that must fail does not. ``extra``: more families of the small zoo."""
+    made = folder / name
+    made.mkdir()
+    (made / "__init__.py").write_text("")
+    (made / "_models.py").write_text(MODELS)
+    (made / "small.py").write_text(SMALL.replace("), warm", f"{extra}), warm"))
+    (made / "controls.py").write_text(CONTROLS.format(must_fail="plain" if survivor else "counts"))
+    return made
+
+
+def fake_probe(sources: Sequence[str], engine: str = "auto", zoos: Sequence[str] = ()) -> Mapping[str, Any]:
+    if engine == "cuda":
+        raise NoDevice("the engine cuda was demanded, but torch finds no device")
+    return {"engine": "emulated", "devices": [], "environment": {"torch": "2.14.1", "zoos": {z: {"zoo": "1.0"} for z in zoos}}}
+
+
+def outcome_of(row: Row, survivor: bool = False) -> Outcome:
+    """What the judge would say of a row of the small zoo."""
+    if row.family == "gone":
+        return Outcome(row.id, "unavailable", message="its weights need the network")
+    if row.family in COUNTING and not survivor:
+        check = Check("replay", "failed", "call B: output: 4 of 4 elements", "python-counter", "_models.py:20 return x * self.calls")
+        return Outcome(row.id, "judged", (Check("capture", "passed"), check), captures=1, replays=2)
+    return Outcome(
+        row.id, "judged", (Check("capture", "passed"), Check("replay", "passed")), captures=1, replays=5, seconds={"arm": 1.0}
+    )
+
+
+class FakePool:
+    """As run.isolate.Pool; ``judged``: ids in order, of all pools. ``interrupt_after``: rows until somebody presses Ctrl-C."""
+
+    judged: list[str] = []  # noqa: RUF012
+    survivor = False
+    interrupt_after = -1
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __enter__(self) -> FakePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def run(
+        self, groups: Sequence[Sequence[Row]], hints: Mapping[str, float] | None = None, suspects: Iterable[str] = ()
+    ) -> Iterator[Outcome]:
+        for count, row in enumerate(row for group in groups for row in group):
+            if count == self.interrupt_after:
+                raise KeyboardInterrupt
+            self.judged.append(row.id)
+            yield outcome_of(row, self.survivor and row.family == "must_fail")
+
+
+def patch_in() -> None:
+    """For a pytest of its own: its conftest calls this."""
+    from parity import certification
+
+    certification.Pool = FakePool  # type: ignore[misc,assignment]
+    certification.probe = fake_probe
+    with contextlib.suppress(FileNotFoundError):
+        FakePool.survivor = Path("survivor").read_text() == "yes"

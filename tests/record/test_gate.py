@@ -1,0 +1,156 @@
+"""Each finding of the gate, triggered alone; and no finding where evidence and allowlist agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from parity.record.allowlist import build_allowlist
+from parity.record.gate import KINDS, Finding, exit_code, gate
+from parity.record.line import rerun
+from parity.rows.family import Expect
+from parity.runtime.allowlist import Allowlist
+
+from .records import H200, H200_NAME, YOLO9, failing, family, record, row_of, small_matrix
+
+X, Y = family("x"), family("y")
+BASE = [record(of=X), record(of=Y)]
+LIST = build_allowlist(BASE)
+
+
+def _gate(records, allowlist=LIST, rows=None, **options):
+    rows = [row_of(entry) for entry in records] if rows is None else rows
+    return gate(records, allowlist, rows, **options)
+
+
+def _alone(findings, kind) -> Finding:
+    assert [finding.kind for finding in findings] == [kind]
+    assert exit_code(findings) == KINDS[kind]
+    return findings[0]
+
+
+def test_evidence_that_agrees_gives_nothing():
+    assert _gate(BASE) == []
+    whole = small_matrix()[:-1]
+    assert _gate(whole, build_allowlist(whole), complete=True) == []
+    assert exit_code([]) == 0
+
+
+def test_regression():
+    where = "x.py:3 a = b"
+    found = _alone(_gate([record(checks=failing("replay", "stale-constant", where), of=X), BASE[1]]), "regression")
+    assert found.message == f"was certified on {H200_NAME}, is now wrong (stale-constant) at {where}"
+    assert found.command.startswith(rerun(row_of(record(of=X)), "cuda"))
+    assert found.command.endswith("parity report")
+
+
+@pytest.mark.parametrize("status", ["crashed", "timed_out", "out_of_memory"])
+def test_a_certified_family_that_could_not_be_judged_is_a_regression(status):
+    found = _alone(_gate([record(of=X, status=status), BASE[1]]), "regression")
+    assert status in found.message
+
+
+def test_another_size_of_a_certified_family_regresses():
+    records = [*BASE, record(of=X, size=128, checks=failing("churn", "stale-address"))]
+    assert _alone(_gate(records), "regression").row.endswith("/128px-b1-float32/graphed")
+
+
+def test_unlisted_success():
+    found = _alone(_gate([*BASE, record(of=family("z"))]), "unlisted success")
+    assert found.row == "libreyolo/z/detect/inference"
+    assert found.command == "parity report"
+
+
+def test_a_missing_row():
+    found = _alone(_gate(BASE[:1], rows=[row_of(entry) for entry in BASE]), "missing row")
+    assert found.row == BASE[1]["id"]
+    wanted = "parity certify --zoo libreyolo --family y --task detect --arm graphed --size 64 --engine cuda"
+    assert found.command == wanted
+
+
+def test_no_evidence_at_all_is_every_row_missing():
+    assert [f.kind for f in _gate([], rows=[row_of(entry) for entry in BASE])] == ["missing row"] * 2
+
+
+def test_a_stale_row_counts_as_missing():
+    found = _alone(_gate(BASE, stale={BASE[0]["id"]: "the judge changed"}), "missing row")
+    assert found.message == "its evidence no longer holds: the judge changed"
+
+
+def test_an_unavailable_row_counts_as_missing():
+    found = _alone(_gate([record(of=X, status="unavailable", message="no wheel"), BASE[1]]), "missing row")
+    assert "no wheel" in found.message
+
+
+def test_zero_captures():
+    records = [*BASE, record("native", of=X, captures=0)]
+    assert "0 captures and 6 replays" in _alone(_gate(records), "zero captures").message
+    assert _alone(_gate([*BASE, record("native", of=X, replays=0)]), "zero captures")
+
+
+def test_a_listed_family_without_captures_is_no_certificate():
+    kinds = {f.kind for f in _gate([record(of=X, captures=0), BASE[1]])}
+    assert "zero captures" in kinds
+    assert build_allowlist([record(of=X, captures=0)]).certificates == ()
+
+
+def test_no_baseline_for_this_environment():
+    elsewhere = [record(of=X, environment=H200 | {"gpu": "NVIDIA B200", "arch": "sm100"})]
+    found = _alone(_gate(elsewhere), "no baseline")
+    assert "nvidia-b200-sm100" in found.row
+    assert H200_NAME in found.message
+    assert _alone(_gate(BASE, Allowlist()), "no baseline").message.endswith("none at all")
+
+
+def test_an_environment_where_nothing_is_certified_is_still_a_baseline():
+    records = [record(checks=failing("replay", "rng"))]
+    assert _gate(records, build_allowlist(records)) == []
+
+
+def test_emulated_evidence_has_no_baseline():
+    assert "certifies nothing" in _alone(_gate([record(of=X, engine="emulated")]), "no baseline").message
+
+
+def test_an_outdated_certificate():
+    records = [record(of=X, zoo_version="1.7.0"), BASE[1]]
+    found = _alone(_gate(records), "outdated certificate")
+    assert found.message == "was certified with zoo '1.6.0', now '1.7.0'"
+    assert _alone(_gate([record(of=X, environment=H200 | {"cudnn": "92000"}), BASE[1]]), "outdated certificate")
+
+
+def test_a_certificate_without_rows_is_found_only_in_a_complete_run():
+    assert _gate(BASE[:1]) == []
+    assert "no row of it is declared" in _alone(_gate(BASE[:1], complete=True), "missing row").message
+
+
+def test_a_control_that_survives_voids_the_run():
+    must_fail = {"bare": (Expect("wrong", "it counts in Python", "python-counter"),)}
+    control = family("counter", "control", zoo="controls", expected=must_fail)
+    caught = record("bare", failing("replay", "python-counter"), of=control)
+    assert _gate([*BASE, caught]) == []
+    found = _alone(_gate([*BASE, record("bare", of=control)]), "control survived")
+    assert "must be wrong (python-counter), is certified" in found.message
+    other = record("bare", failing("replay", "rng"), of=control)
+    assert _alone(_gate([*BASE, other]), "control survived")
+
+
+def test_controls_and_other_boundaries_never_enter_the_allowlist():
+    control = record(of=family("fine", "control", zoo="controls"))
+    whole = record(of=family("z"), boundary="whole")
+    assert _gate([*BASE, control, whole]) == []
+
+
+def test_records_of_other_rows_are_not_looked_at():
+    assert _gate([*BASE, record(of=family("z"))], rows=[row_of(entry) for entry in BASE]) == []
+
+
+def test_native_and_bare_do_not_touch_the_allowlist():
+    assert _gate([*BASE, record("native", failing("churn", "stale-address"), of=YOLO9), record("bare", of=YOLO9)]) == []
+
+
+def test_the_worst_stands_first_and_a_finding_is_told_with_its_command():
+    records = [record(of=X, checks=failing("replay", "rng")), record(of=family("z"))]
+    findings = _gate(records, rows=[row_of(entry) for entry in [*records, BASE[1]]])
+    assert [f.kind for f in findings] == ["regression", "unlisted success", "missing row"]
+    assert exit_code([*findings, Finding("no baseline", "a", "b", "c")]) == 2
+    assert str(findings[1]).splitlines()[1] == "    parity report"
+    assert set(findings[0].to_dict()) == {"kind", "row", "message", "command"}

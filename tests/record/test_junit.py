@@ -1,0 +1,36 @@
+"""JUnit XML says what the evidence says, and is XML whatever a message holds."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity.record.junit import render_junit, write_junit
+
+from .records import failing, record, small_matrix
+
+
+def _suite(records):
+    return ElementTree.fromstring(render_junit(records).encode())[0]
+
+
+def test_each_row_is_a_case(tmp_path):
+    rows = [*small_matrix(), record(size=128, checks=failing("replay", "rng", "a.py:3 x"))]
+    suite = _suite(rows)
+    counted = {name: suite.get(name) for name in ("tests", "failures", "skipped")}
+    assert counted == {"tests": "12", "failures": "1", "skipped": "1"}
+    assert [case.get("name") for case in suite] == sorted(r["id"] for r in rows)
+    (failure,) = suite.iter("failure")
+    assert failure.get("message") == "wrong (rng), declared certified"
+    assert "a.py:3 x" in failure.text
+    assert next(suite.iter("skipped")).get("message") == "its weights need the network"
+    write_junit(rows, tmp_path / "junit.xml")
+    assert (tmp_path / "junit.xml").read_text() == render_junit(rows)
+
+
+@given(st.text(st.characters(codec=None)))
+def test_any_message_is_xml(text):
+    entry = record(status="crashed", message=text)
+    assert len(list(_suite([entry]).iter("failure"))) == 1

@@ -1,0 +1,146 @@
+"""Case files: read without being executed, refused with an example of the right form."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from parity.rows.case import EXAMPLE, CaseError, case_family, declared
+from parity.rows.discovery import DiscoveryError, Selection, discover
+
+WHOLE = """
+    import torch
+    MODE = "inference"
+    def build():
+        return torch.nn.Identity()
+    def probes(device):
+        return (torch.rand(1, 8).to(device),), (torch.randn(1, 8).to(device),)
+"""
+LOUD = """
+    raise RuntimeError("executed")
+    MODE = "inference"
+    def build(): ...
+    def probes(device): ...
+"""
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_a_case_is_a_family_of_its_own_zoo(tmp_path: Path) -> None:
+    path = write(tmp_path, WHOLE)
+    catalogue = discover([path])
+    assert [r.id for r in catalogue.select(Selection(("case",)))] == [
+        "case/mine/inference/inference/b1-float32/bare",
+        "case/mine/inference/inference/b1-float32/graphed",
+    ]
+    assert catalogue.sources == (str(path),)
+    family = catalogue.zoos[0].families[0]
+    assert (family.between, family.context) == (None, None)
+
+
+def test_a_case_is_not_executed_to_be_found(tmp_path: Path) -> None:
+    path = write(tmp_path, LOUD)
+    catalogue = discover([path])
+    (family,) = catalogue.zoos[0].families
+    with pytest.raises(RuntimeError, match="executed"):
+        family.build(family.rows()[0].settings)
+
+
+def test_finding_and_listing_a_case_needs_no_torch(tmp_path: Path) -> None:
+    path = write(tmp_path, LOUD)
+    found = f"discover([{str(path)!r}]).select(Selection())"
+    code = f"import sys; from parity.rows.discovery import *; {found}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_optional_names_are_taken_up(tmp_path: Path) -> None:
+    more = "    def between(module):\n        return module + 1\n    def context(device):\n        return device * 2\n"
+    family = case_family(write(tmp_path, WHOLE + more))
+    assert family.between is not None
+    assert family.context is not None
+    assert (family.between(1), family.context(2)) == (2, 4)
+
+
+@pytest.mark.parametrize("line", ['MODE: str = "inference"', "MODE = 'inference'"])
+def test_how_the_mode_may_be_written(tmp_path: Path, line: str) -> None:
+    assert case_family(write(tmp_path, WHOLE.replace('MODE = "inference"', line))).task == "inference"
+
+
+@pytest.mark.parametrize(
+    ("drop", "missing"),
+    [
+        (('MODE = "inference"',), "MODE"),
+        (("def build():", "return torch.nn.Identity()"), "build"),
+        (("def build():", "return torch.nn.Identity()", 'MODE = "inference"'), "build, MODE"),
+    ],
+)
+def test_what_is_missing_is_named_with_an_example(tmp_path: Path, drop: tuple[str, ...], missing: str) -> None:
+    text = "\n".join(line for line in WHOLE.splitlines() if line.strip() not in drop)
+    path = write(tmp_path, text)
+    with pytest.raises(CaseError) as caught:
+        case_family(path)
+    assert str(caught.value) == f"{path}: a case file needs {missing}; the right form:{EXAMPLE}"
+    with pytest.raises(DiscoveryError, match=f"a case file needs {missing}"):
+        discover([path])
+
+
+@pytest.mark.parametrize("mode", ['"train"', "42", "some_call()"])
+def test_a_mode_that_is_none(tmp_path: Path, mode: str) -> None:
+    with pytest.raises(CaseError, match="needs MODE"):
+        case_family(write(tmp_path, WHOLE.replace('"inference"', mode)))
+
+
+def test_a_training_case_needs_a_loss(tmp_path: Path) -> None:
+    with pytest.raises(CaseError, match="needs loss"):
+        case_family(write(tmp_path, WHOLE.replace('"inference"', '"training"')))
+
+
+def test_a_training_case_is_never_judged_as_inference(tmp_path: Path) -> None:
+    text = WHOLE.replace('"inference"', '"training"') + "    def loss(output, *inputs): ...\n"
+    family = case_family(write(tmp_path, text))
+    assert family.task == "training"
+    assert family.unavailable == "its MODE is training, and only inference is judged so far"
+
+
+def test_the_example_is_right(tmp_path: Path) -> None:
+    path = write(tmp_path, "import torch\nclass MyModule(torch.nn.Identity): ...\n" + textwrap.dedent(EXAMPLE))
+    family = case_family(path)
+    assert family.build(family.rows()[0].settings).module.__class__.__name__ == "MyModule"
+    assert family.probes is not None
+    a, b = family.probes("cpu")
+    assert a[0].shape == b[0].shape == (1, 8)
+
+
+@pytest.mark.parametrize("content", [b"def build(:", b"\xff\xfe\x00", b"a\x00b"])
+def test_not_python(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine.py"
+    path.write_bytes(content)
+    with pytest.raises(CaseError, match=r"mine\.py: not Python"):
+        declared(path)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(DiscoveryError, match=r"nowhere\.py: no such case file \(No such file or directory\)"):
+        discover([tmp_path / "nowhere.py"])
+
+
+def test_two_cases_of_one_name(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    paths = [write(tmp_path / "a", WHOLE), write(tmp_path / "b", WHOLE)]
+    with pytest.raises(DiscoveryError, match="declared twice: family case/mine/inference"):
+        discover(paths)
+
+
+def test_a_name_that_can_be_no_part_of_an_id(tmp_path: Path) -> None:
+    path = write(tmp_path, WHOLE, "my case.py")
+    with pytest.raises(DiscoveryError, match=r"my case\.py: .*must be a word without slashes or blanks"):
+        discover([path])

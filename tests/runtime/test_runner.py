@@ -1,0 +1,423 @@
+"""GraphRunner: what makes a key, what comes out, what is refused and what a failed capture leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parity.runtime import GraphRunner, tree
+from parity.runtime.emulated import device
+from parity.runtime.errors import CaptureRefused
+from parity.runtime.invalidation import scope
+from parity.runtime.state import same_bits
+from parity.runtime.validation import second_probe
+
+
+@pytest.fixture(autouse=True)
+def _on_device() -> Iterator[None]:
+    with device(), torch.no_grad():
+        torch.manual_seed(0)
+        yield
+
+
+def agree(a: Any, b: Any) -> bool:
+    (left, spec), (right, other) = tree.flatten(a), tree.flatten(b)
+    return spec == other and all(
+        same_bits(x, y) if isinstance(x, Tensor) else type(x) is type(y) and repr(x) == repr(y)
+        for x, y in zip(left, right, strict=True)
+    )
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.linear(x)).relu()
+
+
+def net() -> Net:
+    return Net().to("cuda").eval()
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda")
+
+
+# ---------------------------------------------------------------- keys
+def test_each_shape_has_its_graph_and_further_ones_run_eager() -> None:
+    model = net()
+    runner = GraphRunner(model, max_graphs=2)
+    for rows in (1, 2, 1, 3, 2, 3):
+        x = inputs(rows, 4)
+        assert agree(runner(x), model(x))
+    assert runner.info().captures == 2
+    assert runner.info().replays == 4
+    assert runner.info().eager == {"more than 2 signatures": 2}
+
+
+def switched(name: str) -> contextlib.AbstractContextManager[Any]:
+    if name == "autocast":
+        return torch.autocast("cuda", torch.bfloat16)
+    if name == "autocast without cache":
+        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False)
+    if name == "inference":
+        return torch.inference_mode()
+    if name == "deterministic":
+        return flipped(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
+    if name == "tf32":
+        return flipped(lambda: torch.backends.cuda.matmul.allow_tf32, lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on))
+    if name == "cudnn":
+        return flipped(lambda: torch.backends.cudnn.benchmark, lambda on: setattr(torch.backends.cudnn, "benchmark", on))
+    return flipped(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp)
+
+
+@contextlib.contextmanager
+def flipped(read: Callable[[], bool], write: Callable[[bool], Any]) -> Iterator[None]:
+    before = read()
+    write(not before)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+@pytest.mark.parametrize("name", ["autocast", "autocast without cache", "inference", "deterministic", "tf32", "cudnn", "math sdp"])
+def test_a_global_switch_makes_another_graph(name: str) -> None:
+    model, x = net(), inputs(2, 4)
+    runner = GraphRunner(model)
+    with switched(name):
+        pass  # some settings have a third state that nobody has touched yet
+    with scope():
+        runner(x)
+        with switched(name):
+            assert agree(runner(x), model(x))
+        assert agree(runner(x), model(x))
+    assert runner.info().captures == 2
+    assert runner.info().replays == 3
+
+
+def test_the_training_flag_of_a_submodule_makes_another_graph() -> None:
+    model, x = net(), inputs(2, 4)
+    runner = GraphRunner(model)
+    runner(x)
+    model.drop.training = True
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    assert agree(runner(x), expected)
+    assert runner.info().captures == 2
+
+
+def test_scalars_are_told_apart_by_type_and_bits() -> None:
+    def scale(x: Tensor, by: Any) -> Tensor:
+        return x * by
+
+    runner, x = GraphRunner(scale), inputs(3)
+    for by in (1, 1.0, True, 0.0, -0.0, 2.0, 1):
+        assert agree(runner(x, by), scale(x, by)), by
+        assert agree(runner(x, by=by), scale(x, by=by)), by
+    assert runner.info().captures == 12 - 4  # eight graphs at most: the rest ran eager
+
+
+def test_the_same_object_given_twice_stays_one_object() -> None:
+    def told(a: Tensor, b: Tensor) -> Tensor:
+        return a * 2 if a is b else a + b
+
+    runner, x = GraphRunner(told), inputs(3)
+    for pair in ((x, x), (x, x.clone()), (x, x.view(3)), (x, x)):
+        assert agree(runner(*pair), told(*pair))
+    assert runner.info().captures == 3
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: inputs(4, 6).t(),
+        lambda: inputs(4, 6)[:, ::2],
+        lambda: inputs(1, 6).expand(4, 6),
+        lambda: inputs(9).unfold(0, 4, 1),
+        lambda: inputs(9)[1:],
+        lambda: inputs(0, 3),
+        lambda: inputs(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        lambda: inputs(1).squeeze(),
+    ],
+    ids=["transposed", "strided", "expanded", "windows", "shifted", "empty", "channels_last", "scalar"],
+)
+def test_the_region_sees_the_callers_geometry(made: Callable[[], Tensor]) -> None:
+    seen = []
+
+    def region(x: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((x.shape, x.stride(), x.data_ptr() % 16))
+        return x * 2, x
+
+    runner = GraphRunner(region)
+    for _ in range(2):
+        x = made()
+        out = runner(x)
+        assert same_bits(out[0], x * 2)
+        assert out[1] is x
+        assert set(seen) == {(x.shape, x.stride(), x.data_ptr() % 16)}
+    assert runner.info().replays == 2
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: dict[str, Tensor]
+
+
+@dataclasses.dataclass
+class Boxes:
+    xy: Tensor
+    note: str = "unset"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        lambda x: (x + 1, x + 2),
+        lambda x: [x + 1, 3, "word", None],
+        lambda x: {"b": x + 1, "a": x + 2},
+        lambda x: Pair(x + 1, {"z": x + 2, "y": x * 2}),
+        lambda x: Boxes(x + 1, "seen"),
+        lambda x: (lambda y: (y, y, y[0], y.t(), y.expand(2, 2, 2)))(x[:2, :2] + 1),
+    ],
+    ids=["tuple", "list", "dict", "named", "dataclass", "views"],
+)
+def test_any_nesting_comes_out_as_eager_gives_it(shape: Callable[[Tensor], Any]) -> None:
+    runner = GraphRunner(shape)
+    for _ in range(3):
+        x = inputs(2, 4)
+        assert agree(runner(x), shape(x))
+    assert runner.info().replays == 3
+
+
+def test_nested_inputs_and_keywords() -> None:
+    def region(batch: dict[str, Any], *, boxes: Boxes) -> Tensor:
+        return batch["a"][0] + batch["b"] * boxes.xy
+
+    runner = GraphRunner(region)
+    for _ in range(3):
+        batch, boxes = {"a": [inputs(2), "x"], "b": inputs(2)}, Boxes(inputs(2))
+        assert agree(runner(batch, boxes=boxes), region(batch, boxes=boxes))
+    assert runner.info().captures == 1
+    assert runner.info().replays == 3
+
+
+# ---------------------------------------------------------------- results
+def test_results_handed_out_stay_and_static_ones_do_not() -> None:
+    model = net()
+    a, b = inputs(2, 4), inputs(2, 4)
+    runner = GraphRunner(model)
+    held = runner(a)
+    runner(b)
+    assert agree(held, model(a))
+    bare = GraphRunner(model, clone_outputs=False)
+    held = bare(a)
+    bare(b)
+    assert agree(held, model(b))
+
+
+def test_buffers_and_random_streams_move_as_eager_moves_them() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).to("cuda").train()
+
+    graphed, plain = made(), made()
+    runner = GraphRunner(graphed)
+    calls = [inputs(3, 4) for _ in range(3)]
+    torch.manual_seed(5)
+    found = [runner(x) for x in calls]
+    torch.manual_seed(5)
+    assert agree(found, [plain(x) for x in calls])
+    assert agree(list(graphed.buffers()), list(plain.buffers()))
+
+
+# ---------------------------------------------------------------- eager, and why
+def test_a_host_input_runs_eager_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    runner, x = GraphRunner(model), torch.randn(2, 4)
+    for _ in range(3):
+        assert agree(runner(x), model(x))
+    assert runner.info().eager == {"no input is on a CUDA device": 3}
+    assert [r.message for r in caplog.records] == ["cuda_graph: Linear runs eager: no input is on a CUDA device"]
+
+
+def test_gradients_run_eager() -> None:
+    model, x = net(), inputs(2, 4)
+    runner = GraphRunner(model)
+    with torch.enable_grad():
+        assert runner(x).requires_grad
+    assert runner.info().captures == 0
+    for p in model.parameters():
+        p.requires_grad_(False)
+    with torch.enable_grad():
+        assert not runner(x).requires_grad
+        assert runner.info().captures == 1
+        model.linear.weight.requires_grad_(True)
+        assert runner(x).requires_grad
+
+
+def test_a_runner_inside_anothers_region_is_part_of_it() -> None:
+    model, x = net(), inputs(2, 4)
+    inner = GraphRunner(model)
+    outer = GraphRunner(lambda x: inner(x) + 1, model)
+    for _ in range(2):
+        assert agree(outer(x), model(x) + 1)
+    assert inner.info().captures == 0
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    inner(x)
+    with torch.cuda.graph(graph, stream=stream):
+        inner(x)
+    assert inner.info().eager == {"the current stream is being captured by somebody else": 1}
+
+
+# ---------------------------------------------------------------- failures
+class Flaky(nn.Module):
+    """Fails while it is captured, as often as told; draws from the default generator and from one of its own."""
+
+    def __init__(self, failures: int, error: type[BaseException] = RuntimeError) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.own = torch.Generator("cuda")
+        self.failures, self.error = failures, error
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight + torch.rand(4, device="cuda") + torch.rand(4, device="cuda", generator=self.own)
+        if torch.cuda.is_current_stream_capturing() and self.failures:
+            self.failures -= 1
+            raise self.error("told to fail")
+        return y
+
+
+def numbers(run: Callable[[Tensor], Tensor], model: Flaky) -> list[Tensor]:
+    torch.manual_seed(7)
+    model.own.manual_seed(8)
+    return [run(torch.full((4,), float(i), device="cuda")) for i in range(5)]
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_random_streams_after_a_capture_that_failed_or_did_not(failures: int) -> None:
+    model, twin = Flaky(failures).to("cuda"), Flaky(0).to("cuda")
+    runner = GraphRunner(model)
+    assert agree(numbers(runner, model), numbers(twin, twin))
+    assert not agree(torch.rand(3, device="cuda"), torch.rand(3, device="cuda"))  # the default generator still draws
+    assert runner.info().captures == 1 - failures
+    assert runner.info().eager.total() == 5 * failures
+
+
+def test_a_failed_capture_names_its_reason_and_drops_graphs_that_followed_the_broken_stream() -> None:
+    good, bad, x = Flaky(0).to("cuda"), Flaky(1).to("cuda"), inputs(4)
+    first, second = GraphRunner(good), GraphRunner(bad)
+    first(x)
+    stream = torch.cuda.current_stream()
+    second(x)
+    assert torch.cuda.current_stream() == stream
+    assert not torch.cuda.is_current_stream_capturing()
+    assert list(second.info().eager) == ["refused: unknown: RuntimeError: told to fail"]
+    assert first.entries() == []
+    assert sum(first.info().dropped.values()) == 1
+    assert agree(numbers(first, good), numbers(good, good))
+    second.release()
+    second(x)
+    assert second.info().captures == 1
+
+
+def test_an_interrupt_during_a_capture_passes_and_leaves_the_streams_whole() -> None:
+    model = Flaky(1, KeyboardInterrupt).to("cuda")
+    runner, stream = GraphRunner(model), torch.cuda.current_stream()
+    with pytest.raises(KeyboardInterrupt):
+        runner(inputs(4))
+    assert torch.cuda.current_stream() == stream
+    assert agree(numbers(runner, model), numbers(model, model))
+
+
+def test_what_the_region_raises_in_eager_is_raised() -> None:
+    runner = GraphRunner(net())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        runner(inputs(2, 5))
+    x = inputs(2, 4)
+    assert agree(runner(x), runner(x))
+
+
+def test_refused_once_and_eager_from_then_on() -> None:
+    def region(x: Tensor) -> Tensor:
+        return x * 2 if float(x.sum()) > 0 else x
+
+    runner, x = GraphRunner(region), torch.ones(3, device="cuda")
+    with pytest.raises(CaptureRefused, match="host-sync") as caught:
+        runner.capture(x)
+    assert caught.value.cause == "host-sync"
+    for y in (x, -x, x):
+        assert agree(runner(y), region(y))
+
+
+# ---------------------------------------------------------------- first use
+class Counts(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+def test_first_use_without_a_certificate_must_replay_eager_bit_for_bit() -> None:
+    model = Counts().to("cuda")
+    trusting, careful = GraphRunner(model), GraphRunner(model, gap=lambda tensors: "controls/counts was never tried")
+    x = inputs(3)
+    trusting(x)
+    assert trusting.info().captures == 1  # nothing asked it to validate
+    careful(x)
+    (reason,) = careful.info().eager
+    assert "was never tried, and its first use did not validate: output leaf 0 differs from eager on this input" in reason
+    good = GraphRunner(net(), gap=lambda tensors: "never tried")
+    x = inputs(2, 4)
+    assert agree(good(x), good.region(x))
+    assert good.info().captures == 1
+    assert good.info().replays == 1
+
+
+def test_validation_looks_at_another_input_too() -> None:
+    def region(x: Tensor) -> Tensor:
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            high = bool(x[0] > 0.999)  # read behind the device's back: frozen, and right for the first input
+        return x * 2 if high else x * 3
+
+    runner, x = GraphRunner(region, gap=lambda tensors: "never tried"), torch.linspace(1, 0, 64, device="cuda")
+    assert agree(runner(x), x * 2)
+    (reason,) = runner.info().eager
+    assert "differs from eager on a second probe" in reason
+
+
+def test_the_second_probe_is_legal_and_different() -> None:
+    floats, constant, indices = torch.linspace(-1, 3, 50), torch.zeros(8), torch.arange(6)
+    a, b, c, word = second_probe([floats, constant, indices, "word"])
+    assert not torch.equal(a, floats)
+    assert a.min() >= -1
+    assert a.max() <= 3
+    assert b.abs().sum() > 0
+    assert c.tolist() == [5, 4, 3, 2, 1, 0]
+    assert word == "word"
+
+
+# ---------------------------------------------------------------- imports
+def test_importing_the_runtime_is_lazy_and_an_allowlist_needs_no_torch() -> None:
+    code = (
+        "import sys, parity.runtime.allowlist\n"
+        "assert 'torch' not in sys.modules\n"
+        "from parity.runtime import Allowlist, AllowlistError, CaptureRefused, NotCertified\n"
+        "assert 'torch' not in sys.modules\n"
+        "from parity.runtime import GraphRunner, Seam, CudaGraphModel\n"
+        "assert not {'pytest', 'pandas', 'hypothesis', 'families', 'parity.judge', 'parity.rows'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

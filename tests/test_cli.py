@@ -1,0 +1,242 @@
+"""The command line, in this process with a pool that knows its verdicts, and for what matters end to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doors import CASE, ROOT, FakePool, fake_probe, write_families
+
+from parity import certification
+from parity.cli import main, sources_of
+from parity.record.evidence import read_all
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+    """Runs a command in a folder with a small zoo: exit code, stdout, stderr."""
+    monkeypatch.setattr(certification, "Pool", FakePool)
+    monkeypatch.setattr(certification, "probe", fake_probe)
+    monkeypatch.setattr(FakePool, "judged", [])
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+    write_families(tmp_path, "small_zoos")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(list(words))
+        told = capfd.readouterr()
+        return code, told.out, told.err
+
+    yield lambda command, *words: run(command, "--families", "small_zoos", *words)
+    for name in [n for n in sys.modules if n.split(".")[0] == "small_zoos"]:
+        del sys.modules[name]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and "__pycache__" not in str(p)}
+
+
+# ---- list
+
+
+def test_list_names_rows_and_what_is_expected_of_them(cli: Cli) -> None:
+    code, out, _ = cli("list", "--zoo", "small", "--family", "known", "--family", "gone", "--arm", "bare")
+    assert code == 0
+    assert out.splitlines() == [
+        "small/known/detect/inference/b1-float32/bare  wrong/python-counter: scales every result by a Python counter",
+        "small/gone/detect/inference/b1-float32/bare  unavailable: its weights need the network",
+    ]
+    code, out, _ = cli("list", "--family", "ec", "--json")
+    assert json.loads(out) == [{"expected": "", "id": "small/ec/detect/inference/b1-float32/graphed"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--family", "e"), "parity: no family is called 'e'; near: "),
+        (("--zoo", "smal"), "parity: no zoo is called 'smal'; near: small"),
+        (("--zoo", "controls", "--family", "ec"), "parity: no row answers to"),
+        (("--arm", "graph"), "parity: no arm is called 'graph'; near: graphed"),
+    ],
+)
+@pytest.mark.parametrize("command", ["list", "certify"])
+def test_a_wrong_name_is_one_sentence_and_exit_2(cli: Cli, command: str, words: tuple[str, ...], message: str) -> None:
+    code, out, err = cli(command, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(message)
+    assert len(err.splitlines()) == 1
+
+
+def test_bad_arguments_are_exit_2(cli: Cli) -> None:
+    assert cli("certify", "--no-such-option")[0] == 2
+    assert cli("certify", "--shard", "3/2")[0] == 2
+    assert cli("certify", "families")[0] == 2
+    code, _, err = cli("certify", "healthy")
+    assert (code, err) == (2, "parity: healthy: not a case file (*.py); families are named with --family\n")
+    code, _, err = cli("certify", "--no-reports", "--resume")
+    assert code == 2
+    assert "does not go with --no-reports" in err
+
+
+def test_families_come_from_the_folder_here_or_from_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sources_of([]) == ["entry-points"]
+    (tmp_path / "families").mkdir()
+    assert sources_of([]) == ["families"]
+    assert sources_of(["mine"], ["case.py"]) == ["mine", "case.py"]
+
+
+# ---- certify
+
+
+@pytest.mark.parametrize(
+    ("family", "survivor", "code"), [("healthy", False, 0), ("sabotaged", False, 1), ("better", False, 1), ("healthy", True, 2)]
+)
+def test_certify_exit_codes(cli: Cli, monkeypatch: pytest.MonkeyPatch, family: str, survivor: bool, code: int) -> None:
+    monkeypatch.setattr(FakePool, "survivor", survivor)
+    found, _, err = cli("certify", "--family", family)
+    assert found == code
+    assert ("This run is void: controls that must do otherwise: must_fail" in err) == survivor
+    assert ("  again:   parity certify --zoo" in err) == (code > 0)
+    assert "screened, not certified" in err
+
+
+def test_certify_records_and_reports(cli: Cli, tmp_path: Path) -> None:
+    cli("certify", "--family", "healthy")
+    (records,) = read_all(tmp_path / "reports").values()
+    assert {r["family"] for r in records} == {"healthy", "must_fail", "must_pass"}
+    assert {p.name for p in (tmp_path / "reports").iterdir()} == {"evidence", "SUPPORT_MATRIX.md", "SUPPORTS_CUDA_GRAPH.json"}
+
+
+def test_json_holds_what_was_asked_for_and_nothing_else(cli: Cli) -> None:
+    code, out, _ = cli("certify", "--family", "healthy", "--task", "detect", "--json")
+    records = json.loads(out)
+    assert code == 0
+    assert [r["id"] for r in records] == [f"small/healthy/detect/inference/b1-float32/{arm}" for arm in ("bare", "graphed")]
+    needed = "id zoo family task mode arm engine settings verdict expected cause where checks "
+    needed += "probes seconds peak_memory seed environment command"
+    assert set(needed.split()) <= set(records[0])
+
+
+def test_no_reports_leaves_the_folder_untouched(cli: Cli, tmp_path: Path) -> None:
+    cli("certify", "--family", "healthy")
+    before = files(tmp_path)
+    code, out, _ = cli("certify", "--family", "sabotaged", "--no-reports", "--json")
+    assert code == 1
+    assert json.loads(out)
+    assert files(tmp_path) == before
+
+
+def test_resume_runs_only_what_is_missing(cli: Cli) -> None:
+    cli("certify", "--family", "healthy", "--task", "pose")
+    FakePool.judged.clear()
+    code, _, _ = cli("certify", "--family", "healthy", "--resume")
+    assert code == 0
+    assert sorted(FakePool.judged) == [f"small/healthy/detect/inference/b1-float32/{arm}" for arm in ("bare", "graphed")]
+
+
+def test_shards_are_joined_to_what_one_run_gives(cli: Cli, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for part in ("1/2", "2/2"):
+        assert cli("certify", "--family", "healthy", "--family", "ec", "--shard", part)[0] == 0
+    shards = sorted((tmp_path / "reports" / "evidence").glob("*shard*"))
+    assert main(["report", *[w for s in shards for w in ("--merge", str(s))], "--reports", "joined"]) == 0
+    capfd.readouterr()
+    cli("certify", "--family", "healthy", "--family", "ec", "--reports", "whole")
+    (joined,), (whole,) = read_all(tmp_path / "joined").values(), read_all(tmp_path / "whole").values()
+    assert [r["id"] for r in joined] == [r["id"] for r in whole]
+
+
+def test_a_device_that_is_not_there_is_exit_2_and_one_sentence(cli: Cli) -> None:
+    code, _, err = cli("certify", "--engine", "cuda")
+    assert code == 2
+    assert err.startswith("parity: the engine cuda was demanded, but torch finds no device")
+
+
+def test_interrupted_is_exit_130_with_the_way_on(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakePool, "interrupt_after", 3)
+    code, _, err = cli("certify", "--family", "healthy")
+    assert code == 130
+    assert "interrupted: 3 finished rows are kept; `--resume` runs the others" in err
+    (records,) = read_all(tmp_path / "reports").values()
+    assert len(records) == 3
+
+
+def test_the_eager_arm_is_not_in_anybodys_way(cli: Cli) -> None:
+    code, out, _ = cli("certify", "--family", "healthy", "--arm", "eager", "--json", "--no-reports")
+    assert code == 0  # the fake pool lets everything pass; the judge does not
+    assert [r["arm"] for r in json.loads(out)] == ["eager", "eager"]
+
+
+# ---- end to end
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "parity", *words], cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_a_whole_run_with_a_case_file(tmp_path: Path) -> None:
+    """Real children on the emulated engine: a case of one's own beside the controls, ``bare`` first, nothing written."""
+    write_families(tmp_path)
+    (tmp_path / "mine.py").write_text(CASE)
+    before = files(tmp_path)
+    process = start(tmp_path, "certify", "mine.py", "--json", "--engine", "emulated")
+    out, err = process.communicate(timeout=120)
+    records: list[dict[str, Any]] = json.loads(out)
+    assert process.returncode == 1, err
+    assert [r["id"] for r in records] == [f"case/mine/inference/inference/b1-float32/{arm}" for arm in ("bare", "graphed")]
+    assert {(r["verdict"], r["cause"], r["check"]) for r in records} == {("wrong", "python-counter", "replay")}
+    assert records[0]["where"].startswith("mine.py:8 ")
+    assert records[0]["engine"] == "emulated"
+    assert "controls/must_fail" in err
+    assert files(tmp_path) == before
+
+
+def test_ctrl_c_keeps_what_was_finished_and_leaves_no_process(tmp_path: Path) -> None:
+    write_families(tmp_path, extra='family("waits", "waits", "small", arms=("bare",)),')
+    process = start(tmp_path, "certify", "--family", "ec", "--family", "waits", "--engine", "emulated", "--slots", "2")
+    evidence = tmp_path / "reports" / "evidence"
+    deadline = time.monotonic() + 90
+    while sum(p.read_text().count("\n") for p in evidence.glob("*.jsonl")) < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "interrupted: 3 finished rows are kept" in err
+    (records,) = read_all(tmp_path / "reports").values()
+    assert {r["family"] for r in records} == {"ec", "must_fail", "must_pass"}
+    assert (tmp_path / "reports" / "SUPPORT_MATRIX.md").exists()
+    mark = str(tmp_path / "families")
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in _read(p)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def test_a_demanded_device_is_looked_for(tmp_path: Path) -> None:
+    write_families(tmp_path)
+    process = start(tmp_path, "certify", "--engine", "cuda")
+    out, err = process.communicate(timeout=90)
+    assert (process.returncode, out) == (2, "")
+    assert err.splitlines() == [
+        "parity: the engine cuda was demanded, but torch finds no device; see CUDA_VISIBLE_DEVICES and nvidia-smi"
+    ]
+    assert not (tmp_path / "reports").exists()
