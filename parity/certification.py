@@ -63,7 +63,8 @@ class Tally:
 
 
 class Certification:
-    """``rows`` judged on ``engine``; the environment is what a probing child reported. ``reports`` None: nothing is written."""
+    """``rows`` judged on ``engine``; the environment is what a probing child reported. ``emulated``: the rows instead, where that is
+    the engine. ``reports`` None: nothing is written."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Certification:
         rows: Sequence[Row],
         *,
         engine: str = "auto",
+        emulated: Sequence[Row] | None = None,
         reports: Path | None = None,
         shard: str = "",
         resume: bool = False,
@@ -80,6 +82,8 @@ class Certification:
         probed = probe(catalogue.sources, engine, sorted({row.zoo for row in rows}))
         self.engine: str = probed["engine"]
         self.environment: Mapping[str, Any] = probed["environment"]
+        if self.engine == "emulated" and emulated is not None:
+            rows = emulated
         self.options = Options(self.engine, catalogue.sources, **options)
         self.pool = Pool(self.options)
         self.reports = reports

@@ -101,7 +101,8 @@ def certify(
     isolation: Annotated[str, typer.Option("--isolation", help="warm; fork or spawn: one row per process.")] = "warm",
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Judge rows and record the evidence. Must-fail controls run along; one that survives voids the run.
+    """Judge rows and record the evidence. Must-fail controls run along; one that survives voids the run. On the emulated engine,
+    which only screens, the arm is `graphed` unless others are named.
 
     Examples:
 
@@ -118,9 +119,11 @@ def certify(
     selection = Selection(zoos, tuple(family), tuple(task), tuple(mode), tuple(arm), size, boundary)
     rows = catalogue.select(selection)
     quiet_reports = no_reports or bool(cases)  # a case belongs to nobody's support matrix
+    screened = rows if arm or cases else [row for row in rows if row.arm == "graphed"] or rows
     run = Certification(
-        catalogue, with_controls(catalogue, rows), engine=engine, reports=None if quiet_reports else reports, shard=shard,
-        resume=resume, slots=slots, timeout=timeout, seed=seed, isolation=isolation,
+        catalogue, with_controls(catalogue, rows), engine=engine, emulated=with_controls(catalogue, screened),
+        reports=None if quiet_reports else reports, shard=shard, resume=resume, slots=slots, timeout=timeout, seed=seed,
+        isolation=isolation,
     )  # fmt: skip
     try:
         with Progress(console, len(run.rows), run.engine) as progress:
@@ -129,7 +132,7 @@ def certify(
     except KeyboardInterrupt:
         console.print(f"interrupted: {len(run.tally.records)} finished rows are kept; `--resume` runs the others", markup=False)
         raise typer.Exit(130) from None
-    wanted = {row.id for row in rows}
+    wanted = {row.id for row in (screened if run.engine == "emulated" else rows)}
     if as_json:
         order = {"bare": 0, "graphed": 1, "native": 2, "eager": 3}
         chosen = sorted((r for r in run.tally.records if r["id"] in wanted), key=lambda r: (r["family"], order[r["arm"]]))

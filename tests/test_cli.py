@@ -119,7 +119,7 @@ def test_certify_records_and_reports(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_json_holds_what_was_asked_for_and_nothing_else(cli: Cli) -> None:
-    code, out, _ = cli("certify", "--family", "healthy", "--task", "detect", "--json")
+    code, out, _ = cli("certify", "--family", "healthy", "--task", "detect", "--arm", "bare", "--arm", "graphed", "--json")
     records = json.loads(out)
     assert code == 0
     assert [r["id"] for r in records] == [f"small/healthy/detect/inference/b1-float32/{arm}" for arm in ("bare", "graphed")]
@@ -142,7 +142,15 @@ def test_resume_runs_only_what_is_missing(cli: Cli) -> None:
     FakePool.judged.clear()
     code, _, _ = cli("certify", "--family", "healthy", "--resume")
     assert code == 0
-    assert sorted(FakePool.judged) == [f"small/healthy/detect/inference/b1-float32/{arm}" for arm in ("bare", "graphed")]
+    assert FakePool.judged == ["small/healthy/detect/inference/b1-float32/graphed"]
+
+
+def test_only_the_graphed_arm_is_screened_unless_others_are_named(cli: Cli) -> None:
+    def arms(*words: str) -> set[str]:
+        return {r["arm"] for r in json.loads(cli("certify", "--family", "healthy", "--no-reports", "--json", *words)[1])}
+
+    assert arms() == {"graphed"}
+    assert arms("--arm", "bare", "--arm", "graphed") == {"bare", "graphed"}
 
 
 def test_shards_are_joined_to_what_one_run_gives(cli: Cli, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

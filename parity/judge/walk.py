@@ -16,11 +16,11 @@ from parity.judge.diagnose import diagnose
 from parity.judge.outcome import INFERENCE_CHECKS, Check, Outcome
 from parity.judge.records import Record, Reference, around, between, forward, record, scale, snapshot, steps
 from parity.judge.script import INFERENCE, SEQUENCE, Step
-from parity.judge.subject import Bench, seed_everything
+from parity.judge.subject import Bench, BrokenRow, seed_everything
 from parity.judge.watch import Watch, live_tensors
 from parity.rows.family import Subject
 from parity.runtime.errors import CaptureRefused, StaleGraph
-from parity.runtime.liveness import held_tensors
+from parity.runtime.liveness import Read, held_tensors
 
 _MEANS = {"weights": "stale-constant", "poison": "host-state"}
 """Checks whose failure says by itself what was wrong: weights baked in; an output handed out that no replay wrote."""
@@ -47,7 +47,7 @@ class Walk:
         self.held: list[tuple[Any, Record]] = []
         self.untouched: list[Difference] = []
         self.figures: dict[str, dict[str, Any]] = {}
-        self._dead: list[str] = []
+        self._dead: list[Read] = []
         self._judge_reference()
 
     def _judge_reference(self) -> None:
@@ -88,7 +88,7 @@ class Walk:
         script = steps(self.bench, INFERENCE)
         for position, step in enumerate(script):
             if step.is_call:
-                self._dead = [str(d.read) for d in dead]
+                self._dead = [d.read for d in dead]
                 # right before the replay: within the call the address may be handed out again and hold the old values by luck
                 self.watch.around_replay = functools.partial(stale.overwritten, self.bench.engine, dead)
                 self._call(arm, eager if step.action == "eager" else arm, subject, step, next(records), first=position == 0)
@@ -113,11 +113,19 @@ class Walk:
             self._pass("inputs_untouched")
 
     def _call(self, arm: Arm, call: Any, subject: Subject, step: Step, expected: Record, *, first: bool) -> None:
+        died = [read for traced in arm.traces[:1] for read in traced.reads if read.dead]
+        if died:
+            self._warn(step, died[0])
         profile = census.Kernels() if step.profiled and self.bench.engine.certifies else None
         if profile is not None:
             profile.start()
         try:
             output, args = forward(self.bench, call, step)
+        except BrokenRow as error:
+            if not died:
+                raise
+            detail = f"a replay failed after {died[0]} had died: {error}"
+            raise _Failed(Check(step.check, "failed", detail, "stale-address", died[0].where)) from None
         except CaptureRefused as refusal:
             name = "capture" if first else step.check
             raise _Failed(Check(name, "failed", refusal.message, refusal.cause, refusal.where)) from None
@@ -197,7 +205,7 @@ class Walk:
         if cause == "unknown" and (gone := self._stale()):
             cause, detail = "stale-address", f"{detail}; read after it had died: {gone[0]}"
             figures["stale"] = gone[:5]
-            where = gone[0].partition("first read at ")[2]
+            where = self._dead[0].where if self._dead else ""
         if cause == "unknown" and all(d.path.startswith("buffer ") for d in differences):
             cause = "buffer-drift"
         if cause == "unknown" and all(d.path == "generator" for d in differences):
@@ -206,21 +214,26 @@ class Walk:
 
     def _stale(self) -> list[str]:
         """What the last replay read after it had died: as traced where the walk knows it, else as the engine tells it."""
-        return self._dead or self.bench.engine.stale(self.watch.graphs)
+        return [str(read) for read in self._dead] or self.bench.engine.stale(self.watch.graphs)
 
     def _churn(self, arm: Arm, step: Step) -> list[stale.DeadRead]:
         dead = stale.dead(self.bench.engine, [r for t in arm.traces[:1] for r in t.reads])  # the row's own shape is what is replayed
         self.figures.setdefault(step.check, {})["dead_reads"] = [f"{d.read} ({d.fate})" for d in dead]
-        gone = next((d for d in dead if d.fate == "unmapped"), None)
+        gone = next((d for d in dead if d.fate == "unmapped" and not d.read.suspected), None)
         if gone is not None:
             detail = f"the graph reads memory that is not mapped any more: {gone.read}; not replayed"
             raise _Failed(Check(step.check, "failed", detail, "stale-address", gone.read.where, self.figures[step.check]))
-        if dead and self.report is not None:
-            detail = f"a replay after {dead[0].read} had died took the process down"
-            self.checks[step.check] = Check(step.check, "failed", detail, "stale-address", dead[0].read.where)
+        if dead:
+            self._warn(step, dead[0].read)
+        return dead
+
+    def _warn(self, step: Step, read: Read) -> None:
+        """Tells the parent what it means if the next replay takes the process down."""
+        if self.report is not None:
+            detail = f"a replay took the process down after {read} had died"
+            self.checks[step.check] = Check(step.check, "failed", detail, "stale-address", read.where)
             self.report(self.outcome())
             del self.checks[step.check]
-        return dead
 
     def _poison(self, arm: Arm, subject: Subject) -> None:
         held = self.bench.engine.allocated_by(self.watch.graphs, live_tensors())

@@ -31,6 +31,7 @@ class Read:
     """One storage that a region read without having made it. ``path``: the module attribute that holds it, where one does.
 
     ``address`` and ``nbytes`` are the storage's; ``shape`` and ``dtype`` those of the first tensor seen on it.
+    ``suspected``: the call made it and it outlived the call, so that a later one may read it; nobody saw it read.
     """
 
     reference: StorageWeakRef
@@ -40,7 +41,7 @@ class Read:
     dtype: torch.dtype
     where: str
     path: str = ""
-    content: Tensor | None = None
+    suspected: bool = False
 
     @property
     def dead(self) -> bool:
@@ -48,7 +49,8 @@ class Read:
 
     def __str__(self) -> str:
         name = self.path or "a tensor that no module holds"
-        return f"{name} {tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}, first read at {self.where or 'an unknown line'}"
+        what = "made" if self.suspected else "first read"
+        return f"{name} {tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}, {what} at {self.where or 'an unknown line'}"
 
 
 @dataclass
@@ -174,7 +176,10 @@ def trace(region: Callable[..., Any], args: Iterable[Any], module: torch.nn.Modu
     outputs = {s._cdata for t in tree_leaves(result) if isinstance(t, Tensor) and (s := _storage(t)) is not None}
     paths = {s._cdata: p for p, t in (held_tensors(module) if module else ()) if (s := _storage(t)) is not None}
     reads = {key: read for key, read in ops.foreign.items() if key not in given}
-    reads |= {key: read for key, read in ops.made.items() if key not in given and key not in outputs}
+    for key, read in ops.made.items():
+        if key not in given and key not in outputs:
+            reads[key] = read
+            read.suspected = True
     for key, read in reads.items():
         read.path = paths.get(key, "")
     alive = [read for read in reads.values() if not read.dead]  # what died within the call is read by no later one

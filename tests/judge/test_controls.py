@@ -73,16 +73,6 @@ def test_a_row_is_judged_alike_twice_and_in_any_order(controls: Catalogue) -> No
         assert replace(judge(row, controls, ENGINE), seconds={}, peak_memory=0) == told[row.id]
 
 
-def test_a_dead_read_is_reported_before_it_is_replayed_on(controls: Catalogue) -> None:
-    """On a device the replay may take the process down, so the parent is told first. The emulated engine has no such addresses."""
-    told: list[Any] = []
-    row = next(r for r in ROWS if r.family == "replaces_its_table" and r.arm == "bare")
-    outcome = judge(row, controls, ENGINE, report=told.append)
-    if failed(outcome) == ["churn"]:
-        assert [failed(o) for o in told] == [["churn"]]
-        assert told[0].row == row.id
-
-
 # ---- the judge sabotaged: with one check gone, its control gets away, or is called something else
 
 
