@@ -51,9 +51,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 def sources_of(families: Sequence[str], cases: Sequence[str] = ()) -> list[str]:
-    """Where families come from: what was named, ./families, or what installed packages announce; and the case files."""
-    default = ["families"] if Path("families").is_dir() else ["entry-points"]
-    return [*(families or default), *cases]
+    """Where families come from: what was named or ./families, then what installed packages announce; and the case files."""
+    default = ["families"] if Path("families").is_dir() else []
+    return [*(families or default), "entry-points", *cases]
 
 
 def _print(value: Any) -> None:

@@ -55,8 +55,9 @@ def selection_of(config: pytest.Config) -> Selection:
 
 def catalogue_of(config: pytest.Config) -> Catalogue:
     if _CATALOGUE not in config.stash:
-        sources = config.getoption("--families") or [str(config.rootpath / "families")]
-        config.stash[_CATALOGUE] = discover(sources)
+        here = config.rootpath / "families"
+        sources = config.getoption("--families") or ([str(here)] if here.is_dir() else [])
+        config.stash[_CATALOGUE] = discover([*sources, "entry-points"])
     return config.stash[_CATALOGUE]
 
 

@@ -144,8 +144,24 @@ def is_case(source: str | Path) -> bool:
     return str(source).endswith(".py")
 
 
+def _announced(known: set[str]) -> list[Zoo]:
+    """Zoos of installed packages, but for names that a folder declares already: a checkout's own families go before."""
+    found = []
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if point.name not in known:
+            try:
+                module = importlib.import_module(point.value.partition(":")[0])
+            except Exception as error:
+                told = f"entry point {point.name} = {point.value}: raised {type(error).__name__}: {error}"
+                raise DiscoveryError(f"{told}; uninstall or mend the package that announces it") from error
+            found.append(_zoo_of(module, f"entry point {point.name}"))
+    return found
+
+
 def discover(sources: Sequence[str | Path] = ("families",)) -> Catalogue:
-    """All zoos of the ``sources`` (folders of families, case files, ``entry-points``). Raises DiscoveryError; imports no model code."""
+    """All zoos of the ``sources`` (folders of families, case files, ``entry-points``; these last).
+
+    Raises DiscoveryError; imports no model code."""
     zoos: list[Zoo] = []
     cases = [Path(s).resolve() for s in sources if is_case(s)]
     if cases:
@@ -157,8 +173,7 @@ def discover(sources: Sequence[str | Path] = ("families",)) -> Catalogue:
         if is_case(source):
             continue
         if source == "entry-points":
-            for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-                zoos.append(_zoo_of(importlib.import_module(point.value.partition(":")[0]), f"entry point {point.name}"))
+            zoos += _announced({zoo.name for zoo in zoos})
             continue
         folder = Path(source)
         if not folder.is_dir():

@@ -231,3 +231,17 @@ def test_the_family_of_a_row(catalogue: Catalogue) -> None:
 def test_a_catalogue_of_nothing() -> None:
     with pytest.raises(DiscoveryError, match="no zoo is called 'one'; near: there is none at all"):
         Catalogue((), ()).zoo("one")
+
+
+def test_a_folder_goes_before_what_is_announced_under_its_name(zoos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(name: str) -> None:
+        raise AssertionError(f"{name} was imported though a folder declares its zoo")
+
+    write(zoos / "ant.py", "a")
+    names = [zoo.name for zoo in discover([zoos]).zoos]
+    points = [importlib.metadata.EntryPoint(names[0], "somewhere.else", "parity.families")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(importlib, "import_module", explode)
+    assert [zoo.name for zoo in discover([zoos, "entry-points"]).zoos] == names
+    with pytest.raises(DiscoveryError, match=r"entry point .* = somewhere.else: raised AssertionError.*uninstall or mend"):
+        discover(["entry-points"])
