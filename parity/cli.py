@@ -51,9 +51,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 def sources_of(families: Sequence[str], cases: Sequence[str] = ()) -> list[str]:
-    """Where families come from: what was named or ./families, then what installed packages announce; and the case files."""
-    default = ["families"] if Path("families").is_dir() else []
-    return [*(families or default), "entry-points", *cases]
+    """Where families come from: what was named, or ./families, each with the controls of this package; else what installed packages
+    announce. And the case files."""
+    here = list(families) or (["families"] if Path("families").is_dir() else [])
+    return [*here, "entry-points:controls" if here else "entry-points", *cases]
 
 
 def _print(value: Any) -> None:

@@ -57,7 +57,7 @@ def catalogue_of(config: pytest.Config) -> Catalogue:
     if _CATALOGUE not in config.stash:
         here = config.rootpath / "families"
         sources = config.getoption("--families") or ([str(here)] if here.is_dir() else [])
-        config.stash[_CATALOGUE] = discover([*sources, "entry-points"])
+        config.stash[_CATALOGUE] = discover([*sources, "entry-points:controls" if sources else "entry-points"])
     return config.stash[_CATALOGUE]
 
 

@@ -92,8 +92,8 @@ def test_families_come_from_the_folder_here_or_from_entry_points(tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     assert sources_of([]) == ["entry-points"]
     (tmp_path / "families").mkdir()
-    assert sources_of([]) == ["families"]
-    assert sources_of(["mine"], ["case.py"]) == ["mine", "case.py"]
+    assert sources_of([]) == ["families", "entry-points:controls"]
+    assert sources_of(["mine"], ["case.py"]) == ["mine", "entry-points:controls", "case.py"]
 
 
 # ---- certify

@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_leaves
 from parity.judge.subject import Bench
 from parity.runtime.source import user_line
 
+_COUNTED = {"names": "python-counter", "scalars": "python-counter", "shapes": "python-counter"}
+_DECIDED = {"names": "python-branch", "shapes": "python-branch", "scalars": "stale-constant"}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -98,14 +101,25 @@ def diagnose(bench: Bench) -> Finding:
         scripts.append(script)
         outputs.append(out)  # kept alive: an address handed out again would look like an old one
     _, again, third, other = scripts
-    counted = {"names": "python-counter", "scalars": "python-counter", "shapes": "python-counter"}
-    decided = {"names": "python-branch", "shapes": "python-branch", "scalars": "stale-constant"}
-    for finding in (_apart(again, third, counted), _apart(third, other, decided)):
-        if finding is not None:
-            return finding
+    found = _apart(again, third, _COUNTED) or _apart(third, other, _DECIDED)
+    if found is not None:
+        return found
     for key, line in third.read.items():
         if key in again.made:
             if key in again.outputs:
                 return Finding("output-aliasing", line, "a call reads what an earlier call returned")
             return Finding("stale-address", line, "a call reads a tensor that an earlier call made and put in another's place")
     return Finding("unknown")
+
+
+def diagnose_between(bench: Bench) -> Finding:
+    """The cause of a replay that went wrong after ``between(module)``: what it changed in Python, which a graph holds fixed."""
+    if bench.family.between is None:
+        return Finding("unknown")
+    subject = bench.build()
+    forward = subject.compose(subject.region)
+    _traced(forward, bench.args("A"))
+    before, _ = _traced(forward, bench.args("A"))
+    bench.family.between(subject.module)
+    after, _ = _traced(forward, bench.args("A"))
+    return _apart(after, before, _DECIDED) or Finding("unknown")

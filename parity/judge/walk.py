@@ -12,7 +12,7 @@ import torch
 from parity.judge import census, stale
 from parity.judge.arms import ARMS, Arm, EagerArm
 from parity.judge.bits import Bundle, Difference
-from parity.judge.diagnose import diagnose
+from parity.judge.diagnose import Finding, diagnose, diagnose_between
 from parity.judge.outcome import INFERENCE_CHECKS, Check, Outcome
 from parity.judge.records import Record, Reference, around, between, forward, record, scale, snapshot, steps
 from parity.judge.script import INFERENCE, SEQUENCE, Step
@@ -24,6 +24,10 @@ from parity.runtime.liveness import Read, held_tensors
 
 _MEANS = {"weights": "stale-constant", "poison": "host-state"}
 """Checks whose failure says by itself what was wrong: weights baked in; an output handed out that no replay wrote."""
+
+
+def _told(found: Finding, detail: str) -> tuple[str, str, str]:
+    return found.cause, found.where, f"{detail}; {found.detail}" if found.detail else detail
 
 
 class _Failed(Exception):
@@ -199,13 +203,13 @@ class Walk:
         elif step.check in _MEANS:
             cause = _MEANS[step.check]
         elif step.check == "replay":
-            found = diagnose(self.bench)
-            cause, where = found.cause, found.where
-            detail = f"{detail}; {found.detail}" if found.detail else detail
+            cause, where, detail = _told(diagnose(self.bench), detail)
         if cause == "unknown" and (gone := self._stale()):
             cause, detail = "stale-address", f"{detail}; read after it had died: {gone[0]}"
             figures["stale"] = gone[:5]
             where = self._dead[0].where if self._dead else ""
+        if cause == "unknown" and step.check == "replay":
+            cause, where, detail = _told(diagnose_between(self.bench), detail)
         if cause == "unknown" and all(d.path.startswith("buffer ") for d in differences):
             cause = "buffer-drift"
         if cause == "unknown" and all(d.path == "generator" for d in differences):

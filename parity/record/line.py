@@ -85,7 +85,7 @@ def rerun(row: Row, engine: str, sources: Sequence[str] = ()) -> str:
     words += ["--arm", row.arm]
     words += ["--size", str(row.settings.size)] if row.settings.size else []
     words += ["--boundary", row.settings.boundary] if row.settings.boundary else []
-    usual = ("entry-points", str(Path("families").resolve()))
+    usual = ("entry-points", "entry-points:controls", str(Path("families").resolve()))
     words += [w for s in sources if not is_case(s) and s not in usual for w in ("--families", s)]
     return shlex.join([*words, "--engine", engine])
 

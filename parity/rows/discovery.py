@@ -144,11 +144,16 @@ def is_case(source: str | Path) -> bool:
     return str(source).endswith(".py")
 
 
-def _announced(known: set[str]) -> list[Zoo]:
+def is_announced(source: str | Path) -> bool:
+    """Whether a source is ``entry-points``, what installed packages announce, or ``entry-points:NAME``, one zoo of it."""
+    return str(source).partition(":")[0] == "entry-points"
+
+
+def _announced(known: set[str], only: str) -> list[Zoo]:
     """Zoos of installed packages, but for names that a folder declares already: a checkout's own families go before."""
     found = []
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        if point.name not in known:
+        if point.name not in known and only in ("", point.name):
             try:
                 module = importlib.import_module(point.value.partition(":")[0])
             except Exception as error:
@@ -172,8 +177,8 @@ def discover(sources: Sequence[str | Path] = ("families",)) -> Catalogue:
     for source in sources:
         if is_case(source):
             continue
-        if source == "entry-points":
-            zoos += _announced({zoo.name for zoo in zoos})
+        if is_announced(source):
+            zoos += _announced({zoo.name for zoo in zoos}, str(source).partition(":")[2])
             continue
         folder = Path(source)
         if not folder.is_dir():
@@ -185,4 +190,4 @@ def discover(sources: Sequence[str | Path] = ("families",)) -> Catalogue:
     keys = Counter(family.key for zoo in zoos for family in zoo.families)
     if twice := sorted(key for key, count in keys.items() if count > 1):
         raise DiscoveryError(f"declared twice: family {', '.join(twice)}")
-    return Catalogue(tuple(zoos), tuple(str(s if s == "entry-points" else Path(s).resolve()) for s in sources))
+    return Catalogue(tuple(zoos), tuple(str(s if is_announced(s) else Path(s).resolve()) for s in sources))

@@ -17,12 +17,13 @@ from parity.judge.diagnose import diagnose
 from parity.judge.records import scale
 from parity.judge.script import INFERENCE, SEQUENCE
 from parity.judge.subject import Bench, apart, sensitize, state
+from parity.judge.verdict import verdict_of
 from parity.judge.watch import Watch, live_tensors
 from parity.rows.family import Family
 from parity.rows.row import Row
 from parity.runtime.engine import Engine, engine
 
-from .judging import Scale, inputs, subject
+from .judging import ENGINE, Scale, catalogue_of, inputs, outcome_of, subject
 
 
 @pytest.fixture
@@ -238,3 +239,24 @@ def test_a_cause_by_experiment(forward: Any, cause: str, emulated: Engine) -> No
     finding = diagnose(bench)
     assert finding.cause == cause
     assert ("test_parts.py:" in finding.where) == (cause != "unknown")
+
+
+class Gained(Scale):
+    """A factor in Python that only ``between`` moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) * self.gain
+
+
+def _raise_gain(module: Any) -> None:
+    module.gain += 0.5
+
+
+@pytest.mark.parametrize(("between", "wanted"), [(_raise_gain, ("wrong", "stale-constant")), (None, ("screened", ""))])
+def test_what_between_changed_in_python_is_a_stale_constant(fresh: None, between: Any, wanted: tuple[str, str]) -> None:
+    found = verdict_of(outcome_of(catalogue_of(lambda settings: subject(Gained()), between=between)), ENGINE)
+    assert (found.verdict, found.cause) == wanted

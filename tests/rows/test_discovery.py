@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,13 @@ def test_a_folder_goes_before_what_is_announced_under_its_name(zoos: Path, monke
     assert [zoo.name for zoo in discover([zoos, "entry-points"]).zoos] == names
     with pytest.raises(DiscoveryError, match=r"entry point .* = somewhere.else: raised AssertionError.*uninstall or mend"):
         discover(["entry-points"])
+
+
+def test_one_announced_zoo_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    points = [importlib.metadata.EntryPoint(name, f"package.{name}", "parity.families") for name in ("controls", "other")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(importlib, "import_module", lambda name: asked.append(name) or types.SimpleNamespace(ZOO=None))
+    with pytest.raises(DiscoveryError, match="entry point controls: declares no ZOO"):
+        discover(["entry-points:controls"])
+    assert asked == ["package.controls"]
