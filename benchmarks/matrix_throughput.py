@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--family", action="append", default=[])
     parser.add_argument("--engine", default="auto", choices=("auto", "cuda", "emulated"))
     parser.add_argument("--slots", type=int, default=0)
+    parser.add_argument("--every", type=int, default=1, help="only every n-th row, both ways: fresh processes are slow")
     parser.add_argument("--hints", type=Path, help="evidence whose seconds decide which rows start first, as in any later run")
     parser.add_argument("--without", action="append", default=[], choices=("warm", "spawn"))
     args = parser.parse_args()
@@ -66,11 +67,15 @@ def main() -> None:
     found = probe(catalogue.sources, args.engine)
     for zoo in args.zoo or ["libreyolo"]:
         selection = Selection(zoos=(zoo,), families=tuple(args.family), arms=("graphed",), boundary="")
-        rows = [r for r in catalogue.select(selection) if not catalogue.family(r).unavailable]
+        rows = [r for r in catalogue.select(selection) if not catalogue.family(r).unavailable][:: args.every]
         ways = [way for way in ("warm", "spawn") if way not in args.without]
         devices = tuple(found["devices"])
-        table = pd.DataFrame([timed(rows, way, found["engine"], devices, args.slots, hints) for way in ways])
-        print(f"{zoo}, {found['engine']} engine, {found['environment'].get('gpu') or found['environment'].get('cpu')}")
+        print(f"{zoo}, {found['engine']} engine, {found['environment'].get('gpu') or found['environment'].get('cpu')}", flush=True)
+        results = []
+        for way in ways:
+            results.append(timed(rows, way, found["engine"], devices, args.slots, hints))
+            print(results[-1], flush=True)  # a run that is cut short has still said something
+        table = pd.DataFrame(results)
         print(tabulate(table, headers="keys", tablefmt="github", showindex=False))
         if len(ways) == 2:
             print(f"a fresh process per row takes {table['wall s'][1] / table['wall s'][0]:.1f} times as long")

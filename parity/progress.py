@@ -51,15 +51,14 @@ class Progress:
 def print_summary(console: Console, run: Certification, wanted: set[str]) -> None:
     """Verdicts by zoo and arm, then every record that is not as expected, then what the run means."""
     console.print(f"{run.engine} engine" + ("" if run.engine == "cuda" else ": screened, not certified"), style="italic")
-    table = Table()
-    table.add_column("zoo")
-    table.add_column("arm")
-    shown = [v for v in VERDICTS if run.tally.verdicts[v]]
-    for verdict in shown:
-        table.add_column(verdict, justify="right")
-    counted = Counter((r["zoo"], r["arm"], r["verdict"]) for r in run.tally.records)
-    for zoo, arm in sorted({(z, a) for z, a, _ in counted}):
-        table.add_row(zoo, arm, *(str(counted[zoo, arm, v] or "") for v in shown))
+    table = Table("zoo", "arm", "rows", "verdicts", "not as declared")
+    by_arm: dict[tuple[str, str], list[Record]] = {}
+    for record in run.tally.records:
+        by_arm.setdefault((record["zoo"], record["arm"]), []).append(record)
+    for (zoo, arm), records in sorted(by_arm.items()):
+        verdicts = Counter(r["verdict"] for r in records)
+        told = ", ".join(f"{verdicts[v]} {v}" for v in VERDICTS if verdicts[v])
+        table.add_row(zoo, arm, str(len(records)), told, str(sum(not is_expected(r) for r in records) or ""))
     console.print(table)
     for record in run.tally.unexpected:
         console.print(explanation(record), markup=False, highlight=False, soft_wrap=True)
