@@ -15,7 +15,7 @@ $(VENV)/.ready: pyproject.toml
 	touch $@
 
 certify: venv
-	$(BIN)/parity certify --zoo libreyolo
+	$(BIN)/parity certify --zoo libreyolo --resume
 
 lint: venv
 	$(BIN)/ruff check .

@@ -101,6 +101,8 @@ class Certification:
             raise ValueError("--resume reads what was recorded: it does not go with --no-reports")
         records = read_evidence(self.path) if self.path.exists() else []
         due = {row.id for row, _ in missing_or_stale(self.rows, records, self.catalogue.family, self.versions)}
+        if due:  # whatever is judged is judged beside the controls
+            due |= {row.id for row in self.rows if row.zoo == CONTROLS}
         wanted = {row.id for row in self.rows}
         self.kept = [r for r in records if r["id"] in wanted - due]
         self.rows = [row for row in self.rows if row.id in due]
@@ -129,7 +131,7 @@ class Certification:
             self.tally.add(record)
         try:
             with self.pool as pool:
-                for outcome in pool.run(groups_of(self.rows), hints, self.suspects()):
+                for outcome in pool.run(groups_of(self.rows), hints, self.suspects()) if self.rows else ():
                     yield self._record(outcome)
         finally:
             self.finish()

@@ -142,7 +142,12 @@ def test_resume_runs_only_what_is_missing(cli: Cli) -> None:
     FakePool.judged.clear()
     code, _, _ = cli("certify", "--family", "healthy", "--resume")
     assert code == 0
-    assert FakePool.judged == ["small/healthy/detect/inference/b1-float32/graphed"]
+    judged = [i for i in FakePool.judged if not i.startswith("controls/")]
+    assert judged == ["small/healthy/detect/inference/b1-float32/graphed"]
+    assert len(FakePool.judged) > len(judged), "whatever is judged is judged beside the controls"
+    FakePool.judged.clear()
+    assert cli("certify", "--family", "healthy", "--resume")[0] == 0
+    assert FakePool.judged == []
 
 
 def test_only_the_graphed_arm_is_screened_unless_others_are_named(cli: Cli) -> None:
