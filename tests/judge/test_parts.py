@@ -260,3 +260,10 @@ def _raise_gain(module: Any) -> None:
 def test_what_between_changed_in_python_is_a_stale_constant(fresh: None, between: Any, wanted: tuple[str, str]) -> None:
     found = verdict_of(outcome_of(catalogue_of(lambda settings: subject(Gained()), between=between)), ENGINE)
     assert (found.verdict, found.cause) == wanted
+
+
+def test_only_what_the_model_holds_is_poisoned_or_escapes(fresh: None) -> None:
+    """A tape holds a tensor for every operation; taking those for outputs would poison, and scramble, what no model can see."""
+    checks = {c.name: c for c in outcome_of(catalogue_of(lambda settings: subject(Scale())), "graphed").checks}
+    assert checks["poison"].figures["storages"] == 1
+    assert checks["escape"].figures["escaped"] == []

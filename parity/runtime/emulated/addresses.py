@@ -23,6 +23,10 @@ class DeadRead(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+TAPES_OWN: Final = "_parity_of_a_tape"
+"""Attribute of the tensors that a tape itself looks through: no Python code of a model's holds them."""
+
+
 class Ref:
     """A tensor of the tape: a storage, and how it is looked at."""
 
@@ -30,6 +34,7 @@ class Ref:
 
     def __init__(self, tensor: Tensor, key: int) -> None:
         self.tensor = tensor
+        setattr(tensor, TAPES_OWN, True)
         self.key = key
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parity.runtime.emulated import device
+from parity.runtime.emulated.addresses import TAPES_OWN
 
 
 class EmulatedEngine:
@@ -29,7 +30,8 @@ class EmulatedEngine:
 
     def allocated_by(self, graphs: Iterable[Any], tensors: Iterable[Tensor]) -> list[Tensor]:
         recorded = list(graphs)
-        return [t for t in tensors if t.layout is torch.strided and any(g.owns(t) for g in recorded)]
+        others = (t for t in tensors if t.layout is torch.strided and not hasattr(t, TAPES_OWN))
+        return [t for t in others if any(g.owns(t) for g in recorded)]
 
     def fate(self, address: int, nbytes: int) -> str:
         return "poisoned"
