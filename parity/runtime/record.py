@@ -162,6 +162,8 @@ def _record(
         raise CaptureFailed(reason.cause, reason.message, reason.where) from error
     before.wait_stream(stream)
     rng.restore(streams)
+    if any(isinstance(x, Tensor) and not on_device(x) for x in tree.flatten(result)[0]):
+        raise CaptureRefused("host-state", "an output is a host tensor: every replay would hand out the one made at capture")
     if derived is not None:
         derived.settle()
     return Entry(graph, intake, Outlet(result, intake.leaves, clone), pool, traced, torch.cuda.current_device(), derived)

@@ -13,6 +13,7 @@ _MESSAGES = (  # what CUDA and torch say, and what it means; the traced call is 
     ("would make the legacy stream depend", "side-stream"),
     ("offset increment outside graph capture", "rng"),
     ("registered generator", "rng"),
+    ("does not know the generator", "rng"),
     ("not permitted when stream is capturing", "host-sync"),
 )
 

@@ -421,3 +421,19 @@ def test_importing_the_runtime_is_lazy_and_an_allowlist_needs_no_torch() -> None
         "assert not {'pytest', 'pandas', 'hypothesis', 'families', 'parity.judge', 'parity.rows'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_output_on_the_host_is_refused_by_name() -> None:
+    """Made anew by every eager call, once by a capture: also where other outputs are on the device."""
+    calls: list[int] = []
+
+    def region(x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        return x * 2, torch.full((2,), float(len(calls)))
+
+    runner = GraphRunner(region)
+    with pytest.raises(CaptureRefused, match="an output is a host tensor") as refused:
+        runner.capture(inputs(3))
+    assert refused.value.cause == "host-state"
+    _, counted = runner(inputs(3))
+    assert counted.tolist() == [float(len(calls))] * 2
