@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parity.runtime.model import CudaGraphModel
     from parity.runtime.runner import GraphRunner
     from parity.runtime.seams import Seam
+    from parity.runtime.training import TrainGraphs
 
 __all__ = [
     "Allowlist",
@@ -25,6 +26,7 @@ __all__ = [
     "ParityError",
     "Seam",
     "StaleGraph",
+    "TrainGraphs",
 ]
 
 _ROOMS = {
@@ -37,6 +39,7 @@ _ROOMS = {
     "ParityError": "errors",
     "Seam": "seams",
     "StaleGraph": "errors",
+    "TrainGraphs": "training",
 }
 
 

@@ -1,0 +1,257 @@
+"""Recording one training step's network: a forward graph, and a backward graph for one layout of incoming gradients.
+
+The network runs on aliases of its parameters, leaves of their own on the same memory. So no older autograd graph (whose nodes live on
+another stream) takes part, the optimizer's writes are no concern of what autograd saved, and autocast's weight cache starts empty: a
+weight that is used twice is cast once, as in an eager step, and no cast that lies outside of the graph is read by it. The backward is
+recorded outside of autocast, in this thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.runtime import rng, tree
+from parity.runtime.buffers import Intake, Outlet
+from parity.runtime.derived import Derived
+from parity.runtime.engine import on_device
+from parity.runtime.errors import CaptureRefused
+from parity.runtime.fresh import Outputs, Take, aliased, attributes_kept, changed, leaves_of, memory
+from parity.runtime.gradients import ODD, Handout, Layout, blank
+from parity.runtime.invalidation import LOCAL, generators
+from parity.runtime.liveness import Read, Trace, trace
+from parity.runtime.pool import CAPTURES, Pool
+from parity.runtime.record import CaptureFailed
+from parity.runtime.refusal import explain
+from parity.runtime.state import unlike
+
+
+@dataclass
+class Recording:
+    """``buffers``: those that a forward moves; ``before``: their values before the last one. ``serial``: how many forwards were
+    replayed, so that a step can tell whether the graph's memory is still its own."""
+
+    forward: Any
+    backward: Any
+    intake: Intake
+    incoming: Intake
+    outputs: Outputs
+    differentiable: list[int]
+    outlet: Outlet
+    handout: Handout
+    layouts: tuple[Layout, ...]
+    wrt: list[int]
+    params: list[nn.Parameter]
+    buffers: list[Tensor]
+    before: list[Tensor]
+    generators: list[Any]
+    derived: Derived | None
+    pool: Pool
+    device: int
+    serial: int = 0
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[None]:
+    LOCAL.busy = True
+    try:
+        yield
+    finally:
+        LOCAL.busy = False
+
+
+def _check(take: Take, layouts: tuple[Layout, ...]) -> None:
+    outputs = take.outputs
+    if foreign := tree.opaque([x for kind, x in outputs.plan if kind == "fixed"]):
+        raise CaptureRefused("host-state", f"an output is a {foreign[0].__qualname__}, whose tensors cannot be seen")
+    known = {id(t) for t in take.targets}
+    for t in outputs.tensors:
+        if type(t) is not Tensor or t.layout is not torch.strided or t.is_conj() or t.is_neg() or id(t) in known or not on_device(t):
+            raise CaptureRefused("unknown", f"an output is a {type(t).__name__} on {t.device}: only plain device tensors are captured")
+    if ODD in layouts or len(outputs.differentiable()) != len(layouts):
+        raise CaptureRefused("grad-layout", "the gradients of the outputs are not plain tensors, or not those of the earlier steps")
+    for leaf in leaves_of(outputs.tensors):
+        if id(leaf) not in known:
+            raise CaptureRefused(
+                "unknown", f"a {tuple(leaf.shape)} leaf gets a gradient that is no parameter of the module and no input"
+            )
+
+
+def _host(streams: rng.Streams) -> Any:
+    numpy = streams.numpy
+    return streams.python, streams.host.tolist(), None if numpy is None else (numpy[0], numpy[1].tolist(), *numpy[2:])
+
+
+class _Recorder:
+    def __init__(self, module: nn.Module, leaves: list[Any], spec: Any, layouts: tuple[Layout, ...], pool: Any) -> None:
+        self.module, self.leaves, self.spec, self.layouts, self.pool = module, leaves, spec, layouts, pool
+        seen: set[int] = set()
+        self.wrt: list[int] = []
+        for i, x in enumerate(leaves):
+            if isinstance(x, Tensor) and x.requires_grad and id(x) not in seen:
+                seen.add(id(x))
+                self.wrt.append(i)
+        self.params = [p for p in module.parameters() if p.requires_grad]
+        self.owned = generators(module)
+        with torch.no_grad():
+            self.intake = Intake(leaves)
+
+    def _take(self) -> Take:
+        return Take(self.module, self.leaves, self.intake.leaves, self.spec)
+
+    def probe(self) -> None:
+        """Two plain runs: which buffers a forward moves, and what a recording would freeze."""
+        host = _host(rng.save())
+        with aliased(self.module, copies=True) as aliases:
+            take = self._take()
+            take.forward(aliases.params, self.wrt)
+            real, copies = [b for b, _ in aliases.buffers], [c for _, c in aliases.buffers]
+            moved = zip(aliases.buffers, unlike(copies, real), strict=True)
+            self.buffers = [b for (b, c), moves in moved if moves or (not c.is_inference() and c._version)]
+            _check(take, self.layouts)
+            made = [take.outputs.tensors[i] for i in take.outputs.differentiable()]
+            with torch.no_grad():
+                self.incoming = Intake([blank(t, wanted) for t, wanted in zip(made, self.layouts, strict=True)])
+            middle = [c.clone() for c in copies]
+            take.backward(self.incoming.leaves)
+            if {id(b) for b in self.module.buffers() if b.layout is torch.strided} != {id(c) for c in copies}:
+                raise CaptureRefused("buffer-drift", "a step puts another tensor in the place of a buffer, where a replay would not")
+            if any(unlike(copies, middle)):
+                raise CaptureRefused("python-counter", "the backward writes to a buffer: it keeps count of something across steps")
+        if any(not on_device(b) for b in self.buffers):
+            raise CaptureRefused("host-state", "a step moves a buffer on the host, which a replay would not")
+        settled = memory(self.module)  # the first run may have filled caches for this shape
+        with aliased(self.module, copies=True) as aliases:
+            for p in aliases.params:  # as after an optimizer step: what is cached of weights shows, if its owner minds versions
+                torch.autograd.graph.increment_version(p)
+            take = self._take()
+            take.forward(aliases.params, self.wrt)
+            take.backward(self.incoming.leaves)
+        if place := changed(settled, memory(self.module)):
+            raise CaptureRefused("python-counter", f"each step changes {place} of the module, which a replay would not")
+        if _host(rng.save()) != host:
+            raise CaptureRefused("host-state", "a step draws random numbers on the host, which a replay would repeat")
+
+    def traced(self) -> Trace:
+        """What a forward reads. What only a Python backward reads is not seen."""
+        with aliased(self.module, copies=True) as aliases:
+            take = self._take()
+
+            def run(*_: Any) -> Any:
+                outputs = take.forward(aliases.params, self.wrt)
+                results = [t.detach() for t in outputs.tensors]
+                outputs.tensors = []
+                gc.collect()  # what only autograd kept is nobody's state
+                return results
+
+            cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)  # casts in the cache outlive the call, and would look like state of the network
+            try:
+                found = trace(run, take.inputs, self.module)
+            finally:
+                torch.set_autocast_cache_enabled(cached)
+        found.result = None
+        if found.written:
+            raise CaptureRefused("input-mutation", f"the network writes to input {found.written[0]}, which a replay would not pass on")
+        return found
+
+    def capture(self, stream: Any, graph: Callable[..., Any]) -> tuple[Any, Any, Outputs, list[Tensor | None]]:
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        for generator in self.owned:
+            forward.register_generator_state(generator)
+            backward.register_generator_state(generator)
+        with aliased(self.module, copies=False) as aliases:
+            take = self._take()
+            with graph(forward, pool=self.pool.handle, stream=stream, capture_error_mode="thread_local"):
+                take.forward(aliases.params, self.wrt)
+            _check(take, self.layouts)
+            with graph(backward, pool=self.pool.handle, stream=stream, capture_error_mode="thread_local"):
+                grads = take.backward(self.incoming.leaves)
+        return forward, backward, take.outputs, grads
+
+
+def reads(module: nn.Module, leaves: list[Any], spec: Any) -> list[Read]:
+    """The tensors that a forward reads and the module does not own, as a recording would find them. Nothing else of it stays."""
+    with CAPTURES, _ours(), attributes_kept(module):
+        recorder = _Recorder(module, leaves, spec, (), None)
+        streams = rng.save(recorder.owned)
+        try:
+            return recorder.traced().reads
+        finally:
+            rng.restore(streams)
+
+
+def record_step(
+    module: nn.Module, leaves: list[Any], spec: Any, layouts: tuple[Layout, ...], pool: Pool, *, cloning: bool
+) -> Recording:
+    """Captures forward and backward of ``module`` for the geometry of ``leaves`` and of the incoming gradients, one layout per
+    differentiable output. Raises CaptureRefused before, and CaptureFailed after the capture began. Buffers, attributes and random
+    streams are as before, whatever happens."""
+    with CAPTURES, pool.lock, _ours():
+        return _record(_Recorder(module, leaves, spec, layouts, pool), cloning)
+
+
+def _record(recorder: _Recorder, cloning: bool) -> Recording:
+    module, pool = recorder.module, recorder.pool
+    gc.collect()  # autograd graphs of earlier steps may hang in cycles, with nodes that live on another stream
+    streams = rng.save(recorder.owned)
+    before, stream = torch.cuda.current_stream(), pool.capture_stream()
+    stream.wait_stream(before)
+    with attributes_kept(module):
+        try:
+            with torch.cuda.stream(stream):
+                recorder.probe()
+                traced = recorder.traced()
+        finally:
+            before.wait_stream(stream)
+            rng.restore(streams)
+        derived = Derived(traced.reads, module) if traced.reads else None
+        try:
+            forward, backward, outputs, grads = recorder.capture(stream, torch.cuda.graph)
+        except BaseException as error:
+            torch.cuda.set_stream(before)  # torch does not leave the capture stream when the end of a capture raises
+            rng.repair(streams)
+            if not isinstance(error, Exception):
+                raise
+            reason = explain(error, traced)
+            raise CaptureFailed(reason.cause, reason.message, reason.where) from error
+    before.wait_stream(stream)
+    rng.restore(streams)
+    if derived is not None:
+        derived.settle()
+    differentiable = outputs.differentiable()
+    statics = [t.detach() for t in outputs.tensors]
+    outputs.tensors = []  # the recorded autograd graph goes with them
+    kept_grads = [None if g is None else g.detach() for g in grads]
+    grads.clear()  # who else holds them is counted from here on
+    foreign = [*recorder.intake.leaves, *recorder.incoming.leaves, *statics, *module.parameters(), *module.buffers()]
+    return Recording(
+        forward,
+        backward,
+        recorder.intake,
+        recorder.incoming,
+        outputs,
+        differentiable,
+        Outlet(statics, [], clone=True),
+        Handout(
+            kept_grads,
+            [*(None for _ in recorder.wrt), *recorder.params],
+            [t for t in foreign if isinstance(t, Tensor) and t.layout is torch.strided],
+            cloning,
+        ),
+        recorder.layouts,
+        recorder.wrt,
+        recorder.params,
+        [b.data for b in recorder.buffers],
+        [torch.empty_like(b) for b in recorder.buffers],
+        recorder.owned,
+        derived,
+        pool,
+        torch.cuda.current_device(),
+    )

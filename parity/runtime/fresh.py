@@ -1,0 +1,172 @@
+"""One run of a network, forward and backward, on leaves of its own: aliases of parameters and inputs on the same memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.runtime import tree
+from parity.runtime.errors import CaptureRefused
+from parity.runtime.liveness import held_tensors
+
+
+@dataclass
+class Outputs:
+    """Where each leaf of a result comes from: ``plan`` holds, per leaf, ("input", position), ("tensor", place among ``tensors``) or
+    ("fixed", value). ``tensors``: what has to be computed, one object once."""
+
+    spec: Any
+    plan: list[tuple[str, Any]]
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, result: Any, inputs: list[Any]) -> Outputs:
+        leaves, spec = tree.flatten(result)
+        given = {id(x): i for i, x in reversed(list(enumerate(inputs))) if isinstance(x, Tensor)}
+        places: dict[int, int] = {}
+        plan: list[tuple[str, Any]] = []
+        tensors: list[Tensor] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                plan.append(("fixed", leaf))
+            elif id(leaf) in given:
+                plan.append(("input", given[id(leaf)]))
+            else:
+                if id(leaf) not in places:
+                    places[id(leaf)] = len(tensors)
+                    tensors.append(leaf)
+                plan.append(("tensor", places[id(leaf)]))
+        return cls(spec, plan, tensors)
+
+    def build(self, tensors: Any, inputs: list[Any]) -> Any:
+        sources = {"input": inputs, "tensor": tensors}
+        return tree.unflatten([x if kind == "fixed" else sources[kind][x] for kind, x in self.plan], self.spec)
+
+    def differentiable(self) -> list[int]:
+        return [i for i, t in enumerate(self.tensors) if t.requires_grad]
+
+
+@dataclass
+class Aliases:
+    """``params``: fresh leaves, for those that require gradients, in order. ``buffers``: each buffer and what stands for it."""
+
+    params: list[nn.Parameter]
+    buffers: list[tuple[Tensor, Tensor]]
+
+
+@contextlib.contextmanager
+def aliased(module: nn.Module, *, copies: bool) -> Iterator[Aliases]:
+    """Within it the module holds fresh leaves on the memory of its parameters, and stand-ins for its buffers: copies, or aliases with
+    version counters of their own. So nothing that autograd saved of the real ones before is touched."""
+    stand: dict[int, Any] = {}
+    params: list[nn.Parameter] = []
+    for p in module.parameters():
+        if p.requires_grad:
+            if type(p) is not nn.Parameter or p.layout is not torch.strided:
+                raise CaptureRefused(
+                    "unknown", f"a parameter is a {type(p).__name__} of layout {p.layout}: only plain strided ones are captured"
+                )
+            stand[id(p)] = nn.Parameter(p.data)
+            stand[id(p)].__dict__.update(p.__dict__)
+            params.append(stand[id(p)])
+    buffers = [(b, b.detach().clone() if copies else b.data) for b in module.buffers() if b.layout is torch.strided]
+    stand.update((id(b), alias) for b, alias in buffers)
+    undo: list[tuple[Any, Any, Any]] = []
+    try:
+        for child in module.modules():
+            for own in (child._parameters, child._buffers):
+                for name, held in list(own.items()):
+                    if id(held) in stand:
+                        undo.append((own, name, held))
+                        own[name] = stand[id(held)]
+            for name, value in list(vars(child).items()):
+                if type(value) is list and any(id(x) in stand for x in value):  # recurrent layers list their weights once more
+                    undo.append((vars(child), name, value))
+                    vars(child)[name] = [stand.get(id(x), x) for x in value]
+        yield Aliases(params, buffers)
+    finally:
+        for where, name, value in reversed(undo):
+            where[name] = value
+
+
+def memory(module: nn.Module) -> dict[str, Any]:
+    """What Python may keep from step to step, by place: numbers and words in attributes, and tensors however nested."""
+    found: dict[str, Any] = dict(held_tensors(module))
+    for name, child in module.named_modules():
+        found.update({f"{name}.{k}".lstrip("."): v for k, v in vars(child).items() if type(v) in (bool, int, float, str, type(None))})
+    return found
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """The first place that holds something else than before, or empty."""
+    for place in {**before, **after}:
+        was, now = before.get(place), after.get(place)
+        if was is not now and (isinstance(was, Tensor) or isinstance(now, Tensor) or was != now):
+            return place
+    return ""
+
+
+@contextlib.contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Puts every attribute back that is replaced, added or deleted. What is changed within a container stays."""
+    before = [(m, dict(vars(m))) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for child, old in before:
+            for name in vars(child).keys() - old.keys():
+                delattr(child, name)
+            vars(child).update(old)
+
+
+def nodes_of(tensors: list[Tensor]) -> list[Any]:
+    """The autograd graph behind some tensors."""
+    seen: dict[Any, None] = {}
+    todo: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen[node] = None
+            todo.extend(n for n, _ in node.next_functions if n is not None)
+    return list(seen)
+
+
+def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The leaves that autograd would give gradients to."""
+    return [node.variable for node in nodes_of(tensors) if hasattr(node, "variable")]
+
+
+class Take:
+    """One run of the network on fresh leaves, forward and then backward. Used up by it."""
+
+    def __init__(self, module: nn.Module, leaves: list[Any], statics: list[Any], spec: Any) -> None:
+        self._module = module
+        fresh: dict[int, Tensor] = {}
+        self.inputs: list[Any] = []
+        for leaf, static in zip(leaves, statics, strict=True):
+            if isinstance(static, Tensor):
+                if id(static) not in fresh:
+                    fresh[id(static)] = static.data.requires_grad_(leaf.requires_grad)
+                static = fresh[id(static)]
+            self.inputs.append(static)
+        self._args, self._kwargs = tree.unflatten(self.inputs, spec)
+
+    def forward(self, params: list[nn.Parameter], wrt: list[int]) -> Outputs:
+        with torch.enable_grad():
+            self.outputs = Outputs.of(self._module(*self._args, **self._kwargs), self.inputs)
+        self.targets: list[Tensor] = [*(self.inputs[i] for i in wrt), *params]
+        return self.outputs
+
+    def backward(self, incoming: list[Any]) -> list[Tensor | None]:
+        made = [self.outputs.tensors[i] for i in self.outputs.differentiable()]
+        roots = [(t, g) for t, g in zip(made, incoming, strict=True) if g is not None]
+        if not roots or not self.targets:
+            return [None] * len(self.targets)
+        with torch.autograd.set_multithreading_enabled(False), torch.autocast("cuda", enabled=False):
+            outs, grads = [t for t, _ in roots], [g for _, g in roots]
+            return list(torch.autograd.grad(outs, self.targets, grads, allow_unused=True))

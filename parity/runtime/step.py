@@ -1,0 +1,170 @@
+"""One step: listened to while it is eager, or replayed, or, where the replayed backward would not be eager's, redone from its state."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from parity.runtime import rng
+from parity.runtime.backward import Recording
+from parity.runtime.errors import ParityError, StaleGraph
+from parity.runtime.fresh import Outputs, nodes_of
+from parity.runtime.gradients import ODD, Layout, layout
+from parity.runtime.invalidation import LOCAL
+from parity.runtime.signature import Signature
+
+if TYPE_CHECKING:
+    from parity.runtime.training import TrainGraphs
+
+
+class DoubleBackward(ParityError, RuntimeError):
+    """A replayed forward was to be differentiated twice, which would add its gradients up in another order than eager."""
+
+
+def inner(outputs: Outputs) -> frozenset[int]:
+    """Those outputs from which other outputs were computed: a hook on one hears more than what comes from outside."""
+    edges = {edge for node in nodes_of(outputs.tensors) for edge in node.next_functions}  # of nodes, which lose their ids with the set
+    return frozenset(i for i in outputs.differentiable() if (outputs.tensors[i].grad_fn, outputs.tensors[i].output_nr) in edges)
+
+
+class EagerStep:
+    """An eager step that is listened to: how the gradients of its outputs arrive."""
+
+    def __init__(self, key: Signature, result: Any, leaves: list[Any], known: frozenset[int] | None) -> None:
+        outputs = Outputs.of(result, leaves)
+        self.inner = inner(outputs) if known is None else known
+        self.result = result
+        if self.inner:  # the caller gets views, through which only the gradients from outside come
+            outputs.tensors = [t.view_as(t) if i in self.inner else t for i, t in enumerate(outputs.tensors)]
+            self.result = outputs.build(outputs.tensors, leaves)
+        tensors = [outputs.tensors[i] for i in outputs.differentiable()]
+        self.key = key
+        self.heard = False
+        self.layouts: list[Layout] = [None] * len(tensors)
+        for i, tensor in enumerate(tensors):
+            tensor.register_hook(functools.partial(self._hear, i))
+
+    def _hear(self, position: int, grad: Tensor) -> None:
+        self.heard = True
+        plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"))  # as the backward is captured
+        if self.layouts[position] != ODD:
+            self.layouts[position] = layout(grad) if plain else ODD
+
+
+class Step:
+    """One replayed forward, and whatever backward comes of it."""
+
+    def __init__(self, owner: TrainGraphs, recording: Recording, key: Signature, args: Any, kwargs: Any, leaves: list[Any]) -> None:
+        self.owner, self.recording, self.key = owner, recording, key
+        self.args, self.kwargs, self.leaves = args, kwargs, leaves
+        self.versions = [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in leaves]
+        self.epoch = owner._epoch
+        self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
+        self.done = False
+        self.serial = -1
+        self.states: list[tuple[Any, Tensor]] = []
+
+    def _generators(self) -> list[Any]:
+        return [torch.cuda.default_generators[self.recording.device], *self.recording.generators]
+
+    def forward(self) -> list[Tensor]:
+        r = self.recording
+        r.pool.begin()
+        try:
+            self.states = [(g, g.get_state()) for g in self._generators()]
+            if r.buffers:
+                torch._foreach_copy_(r.before, r.buffers)
+            r.serial += 1
+            self.serial = r.serial
+            r.intake.fill(self.leaves)
+            r.forward.replay()
+            made: list[Tensor] = r.outlet.hand_out([])
+            return made
+        finally:
+            r.pool.end()
+
+    def undo(self) -> None:
+        """As before the forward."""
+        if self.serial >= 0:
+            if self.recording.buffers:
+                torch._foreach_copy_(self.recording.buffers, self.recording.before)
+            for generator, state in self.states:
+                generator.set_state(state)
+
+    def backward(self, grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Gradients of the inputs that require them, then of the parameters."""
+        r = self.recording
+        incoming = [grads[i] for i in r.differentiable]
+        layouts = tuple(map(layout, incoming))
+        first, self.done = not self.done, True
+        if torch.is_grad_enabled():
+            raise DoubleBackward(
+                f"{self.owner.name}: create_graph=True through a replayed forward would not give eager's bits: use it from the first "
+                "step on, which is then never captured, or call the network itself for such a step"
+            )
+        if first:
+            self.owner._heard(self.key, layouts)
+        if not first or layouts != r.layouts or torch.is_autocast_enabled("cuda"):
+            return self.again(incoming)
+        try:
+            r.pool.begin()
+            try:
+                r.incoming.fill(incoming)
+                r.backward.replay()
+                return r.handout.take()
+            finally:
+                r.pool.end()
+        except Exception as error:
+            self.owner._fail(f"the backward of a replay failed: {type(error).__name__}: {error}", error)
+        return self.again(incoming)
+
+    def again(self, incoming: list[Tensor | None]) -> list[Tensor | None]:
+        """The step eagerly, from the state before it."""
+        r = self.recording
+        if self.epoch != self.owner._epoch:
+            raise StaleGraph(f"{self.owner.name}: a backward has to run eagerly, and its forward was before invalidate() or a release")
+        now = [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in self.leaves]
+        if self.serial != r.serial or now != self.versions:
+            raise StaleGraph(
+                f"{self.owner.name}: a backward has to run eagerly (the second one through a forward, or one in another layout), but a "
+                "later forward has overwritten the state it started from, or an input was modified"
+            )
+        buffers = [b.clone() for b in r.buffers]
+        streams = rng.save(r.generators)
+        enabled, dtype, cache = self.autocast
+        busy, LOCAL.busy = LOCAL.busy, True
+        try:
+            self.undo()
+            with torch.enable_grad(), torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache):
+                outputs = Outputs.of(self.owner.network(*self.args, **self.kwargs), self.leaves)
+            made = [outputs.tensors[i] for i in outputs.differentiable()]
+            roots = [(t, g) for t, g in zip(made, incoming, strict=True) if g is not None]
+            targets = [*(self.leaves[i] for i in r.wrt), *r.params]
+            outs, grads = [t for t, _ in roots], [g for _, g in roots]
+            return list(torch.autograd.grad(outs, targets, grads, allow_unused=True))
+        finally:
+            LOCAL.busy = busy
+            with torch.no_grad():
+                if buffers:
+                    torch._foreach_copy_(r.buffers, buffers)
+            rng.restore(streams)
+
+
+class Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Step, *wrt: Tensor) -> Any:
+        outs = step.forward()
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*step.recording.params)  # torch tells who steps the optimizer before the backward, or frees the graph
+        differentiable = set(step.recording.differentiable)
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(outs) if i not in differentiable))
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        _ = ctx.saved_tensors
+        return (None, *ctx.step.backward(grads))

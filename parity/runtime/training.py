@@ -1,0 +1,269 @@
+"""TrainGraphs: a network inside a training step, replayed from CUDA graphs with the bits that eager gives.
+
+The first steps of a signature run eagerly and tell how the gradients of the outputs arrive. Then forward and backward are captured, one
+pair per signature and layout of those gradients. Loss, optimizer, scaler, clipping and averages stay the caller's.
+
+What it does not do: it keeps no second set of activations (a forward whose predecessor still waits for its backward runs eagerly), it
+does not see a weight that both the network and the eager rest of the step use, and it captures nothing in distributed runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.runtime import tree
+from parity.runtime.backward import Recording, reads, record_step
+from parity.runtime.engine import on_device
+from parity.runtime.errors import ParityError
+from parity.runtime.gradients import ODD, Layout
+from parity.runtime.invalidation import CLOCK, LOCAL, Watch
+from parity.runtime.pool import Pool
+from parity.runtime.record import CaptureFailed
+from parity.runtime.runner import _RUNNERS
+from parity.runtime.signature import Signature, signature
+from parity.runtime.step import EagerStep, Replayed, Step
+
+_LOG = logging.getLogger("parity.runtime")
+_Layouts = tuple[Layout, ...]
+_OPEN = 4
+"""Eager steps at once whose backward is still awaited."""
+_COUNTED = 1024
+"""Signatures that are remembered without being captured."""
+_GUESSES = 8
+"""Steps in a row whose gradients came in another layout than the one before, until their signature stays eager."""
+
+
+class TrainGraphs:
+    """In place of ``network`` in a training step. Without gradients it is the network.
+
+    ``threshold``: eager steps of a signature before it is captured. ``max_graphs``: further signatures stay eager. ``log``: receives
+    the one line that says why a run goes on eagerly; default a warning of the logger ``parity.runtime``. ``enabled=False``, a
+    distributed run, a failure: eager from then on, with eager's numbers.
+
+    A backward that has to run eagerly after its state was overwritten raises StaleGraph; a sticky CUDA error passes through.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        threshold: int = 3,
+        max_graphs: int = 4,
+        log: Callable[[str], None] | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if threshold < 1:
+            raise ValueError(f"threshold={threshold}: at least one eager step has to tell how gradients arrive")
+        CLOCK.install()
+        self.network = network
+        self.threshold = threshold
+        self.max_graphs = max_graphs
+        self.name = type(network).__qualname__
+        self.captures = 0
+        self.replays = 0
+        self.reason = ""
+        """Why the run is eager for good; empty while it is not."""
+        self.eager: Counter[str] = Counter()
+        self._log = log or _LOG.warning
+        self._epoch = 0
+        self._lock = threading.RLock()
+        self._watch = Watch(network)
+        self._pool: Pool | None = None
+        self._pending: weakref.ref[Step] | None = None
+        self._cloning = False
+        self._clear()
+        _RUNNERS.add(self)  # type: ignore[arg-type]  # a failed capture anywhere in the process releases these graphs too
+        if not enabled:
+            self._stop("it was not enabled")
+
+    def _clear(self) -> None:
+        self._recordings: dict[tuple[Signature, _Layouts], Recording] = {}
+        self._expected: dict[Signature, _Layouts] = {}
+        self._counts: Counter[tuple[Signature, _Layouts]] = Counter()
+        self._wrong: Counter[Signature] = Counter()
+        self._renewed: Counter[Signature] = Counter()
+        self._inner: dict[Signature, frozenset[int]] = {}
+        self._open: list[EagerStep] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.reason or LOCAL.busy or not torch.is_grad_enabled():
+            return self.network(*args, **kwargs)
+        with self._lock:
+            return self._call(args, kwargs)
+
+    def invalidate(self, reason: str) -> None:
+        """To be called after changing what the network computes in a way that nobody can see. The counting starts again."""
+        self.release(reason)
+
+    def release(self, reason: str = "released") -> None:
+        """Drops all graphs. A step whose backward is still to come keeps its own."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.drain()
+            self._epoch += 1
+            self._pool = None
+            self._clear()
+
+    def _stop(self, reason: str) -> None:
+        if not self.reason:
+            self.reason = reason
+            self._log(f"cuda_graph: {self.name} trains eagerly from here on: {reason}")
+            self._clear()
+
+    def _fail(self, reason: str, error: BaseException) -> None:
+        """The rest of the run is eager; raises where not even that is possible."""
+        try:
+            torch.cuda.synchronize()
+        except Exception as sticky:
+            self._log(f"cuda_graph: {self.name}: no fallback exists, the CUDA context is lost: {reason}")
+            raise sticky from error
+        self._stop(reason)
+
+    def _cannot(self, leaves: list[Any]) -> str:
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return "torch.distributed is initialised"
+        if not tensors or not all(map(on_device, tensors)):
+            return "an input is not on a CUDA device"
+        if len({t.device for t in tensors}) > 1:
+            return "the inputs lie on several devices"
+        if foreign := tree.opaque(leaves):
+            return f"an argument is a {foreign[0].__qualname__}, whose tensors cannot be seen"
+        for t in tensors:
+            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_conj() or t.is_neg():
+                return f"an input is a {type(t).__name__} of layout {t.layout}: only plain strided tensors are captured"
+        return ""
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree.flatten((args, kwargs))
+        if reason := self._cannot(leaves):
+            self._stop(reason)
+            return self.network(*args, **kwargs)
+        if torch.cuda.is_current_stream_capturing():
+            return self.network(*args, **kwargs)
+        if what := self._watch.look():
+            self.release(what)
+        self._listen()
+        key = signature(leaves, spec, (*self._watch.training, *self._watch.grads))
+        waiting = self._pending() if self._pending is not None else None
+        if waiting is not None and not waiting.done:
+            return self._run_eager(key, args, kwargs, leaves, "the forward before still waits for its backward")
+        device = next(x.device for x in leaves if isinstance(x, Tensor))
+        with torch.cuda.device(device):
+            recording, why = self._find(key, leaves, spec)
+            if (
+                recording is not None
+                and recording.derived is not None
+                and (recording.derived.superseded() or recording.derived.replaced())
+            ):
+                result = self._run_eager(key, args, kwargs, leaves, "a tensor that the graph reads was replaced")
+                self._renew(key, recording, leaves, spec)
+                return result
+            if recording is None:
+                return self._run_eager(key, args, kwargs, leaves, why)
+            return self._replay(Step(self, recording, key, args, kwargs, leaves))
+
+    def _find(self, key: Signature, leaves: list[Any], spec: Any) -> tuple[Recording | None, str]:
+        layouts = self._expected.get(key)
+        if self._wrong[key] >= _GUESSES or self._renewed[key] > 1:
+            return None, "its gradients, or tensors that it reads, change from step to step"
+        if layouts is None or ODD in layouts:
+            return None, "no backward of its signature was seen yet, or none with plain gradients"
+        found = self._recordings.get((key, layouts))
+        if found is not None and not found.handout.settle():
+            self._cloning = True
+            self._drop(found)
+            return None, "somebody holds a gradient that lies in the graph's memory"
+        if found is None:
+            if self._counts[key, layouts] < self.threshold:
+                return None, "its signature was not seen often enough yet"
+            if len(self._recordings) >= self.max_graphs:
+                return None, f"more than {self.max_graphs} graphs"
+            return self._capture(key, layouts, leaves, spec)
+        return found, ""
+
+    def _capture(self, key: Signature, layouts: _Layouts, leaves: list[Any], spec: Any) -> tuple[Recording | None, str]:
+        try:
+            if self._pool is None:
+                self._pool = Pool()
+            made = record_step(self.network, leaves, spec, layouts, self._pool, cloning=self._cloning)
+        except Exception as error:
+            if isinstance(error, CaptureFailed):
+                for runner in list(_RUNNERS):
+                    runner.release("a capture failed in this process, and graphs follow the generator state it broke")
+            said = str(error) if isinstance(error, ParityError) else f"{type(error).__name__}: {error}"
+            self._fail(f"it cannot be captured: {said}", error)
+            return None, "refused"
+        self.captures += 1
+        self._recordings[key, layouts] = made
+        return made, ""
+
+    def _renew(self, key: Signature, recording: Recording, leaves: list[Any], spec: Any) -> None:
+        """The owner of a tensor that the graph reads has renewed it by now: the graph stays if that gave the same bits."""
+        if recording.derived is not None and not recording.derived.renew(reads(self.network, leaves, spec)):
+            self._renewed[key] += 1
+            self._drop(recording)
+
+    def _drop(self, recording: Recording) -> None:
+        recording.pool.drain()
+        self._recordings = {k: r for k, r in self._recordings.items() if r is not recording}
+
+    def _replay(self, step: Step) -> Any:
+        r = step.recording
+        try:
+            made = Replayed.apply(step, *(step.leaves[i] for i in r.wrt), *r.params)
+            result = r.outputs.build(made, step.leaves)
+        except Exception as error:
+            self._fail(f"a replay failed: {type(error).__name__}: {error}", error)
+            step.undo()
+            return self.network(*step.args, **step.kwargs)
+        self.replays += 1
+        self._pending = weakref.ref(step)
+        return result
+
+    def _run_eager(self, key: Signature, args: Any, kwargs: Any, leaves: list[Any], why: str) -> Any:
+        self.eager[why] += 1
+        result = self.network(*args, **kwargs)
+        captured = {k for k, _ in self._recordings}
+        if self.reason or self._wrong[key] >= _GUESSES or (len(self._recordings) >= self.max_graphs and key not in captured):
+            return result
+        if len(self._inner) >= _COUNTED:
+            self._forget(captured)
+        step = EagerStep(key, result, leaves, self._inner.get(key))
+        self._inner[key] = step.inner
+        self._open = [*self._open[1 - _OPEN :], step]
+        result, step.result = step.result, None
+        return result
+
+    def _forget(self, but: set[Signature]) -> None:
+        """A run whose every batch has a shape of its own must not fill the memory."""
+        self._expected = {k: v for k, v in self._expected.items() if k in but}
+        self._inner = {k: v for k, v in self._inner.items() if k in but}
+        self._counts = Counter({k: n for k, n in self._counts.items() if k[0] in but})
+        self._wrong = Counter({k: n for k, n in self._wrong.items() if k in but})
+        self._renewed = Counter({k: n for k, n in self._renewed.items() if k in but})
+        self._open.clear()
+
+    def _listen(self) -> None:
+        """What the eager steps told since the last call."""
+        for step in [s for s in self._open if s.heard]:
+            self._open.remove(step)
+            self._heard(step.key, tuple(step.layouts))
+
+    def _heard(self, key: Signature, layouts: _Layouts) -> None:
+        if self._expected.get(key, layouts) != layouts:
+            self._wrong[key] += 1
+        elif self._wrong[key] < _GUESSES:
+            self._wrong[key] = 0
+        self._counts[key, layouts] += 1
+        known = self._expected.get(key)
+        if known is None or (key, known) not in self._recordings or self._counts[key, layouts] >= self.threshold:
+            self._expected[key] = layouts  # until a layout is worth a capture, an odd step is cheaper redone than two run eagerly
