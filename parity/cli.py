@@ -186,7 +186,8 @@ def gate(
     Example: parity gate out/evidence/nvidia-h200-sm90-torch2.11.0-cu130.jsonl --zoo libreyolo
     """
     catalogue = discover(sources_of(families))
-    rows = catalogue.select(Selection(tuple(zoo), tuple(family), tuple(task), tuple(mode), tuple(arm), size))
+    chosen = catalogue.select(Selection(tuple(zoo), tuple(family), tuple(task), tuple(mode), tuple(arm), size))
+    rows = with_controls(catalogue, chosen)  # a control that survived says that nothing beside it counts
     held = Allowlist.load(allowlist or reports / FILE)
     if evidence is not None:
         groups = {str(evidence): read_evidence(evidence)}

@@ -253,3 +253,31 @@ def test_a_demanded_device_is_looked_for(tmp_path: Path) -> None:
         "parity: the engine cuda was demanded, but torch finds no device; see CUDA_VISIBLE_DEVICES and nvidia-smi"
     ]
     assert not (tmp_path / "reports").exists()
+
+
+# ---- gate
+
+
+def _findings(cli: Cli, *words: str) -> tuple[int, set[tuple[str, str]]]:
+    code, out, _ = cli("gate", *words, "--json")
+    return code, {(f["kind"], f["row"]) for f in json.loads(out)}
+
+
+def test_the_gate_wants_the_controls_beside_what_was_chosen(cli: Cli, tmp_path: Path) -> None:
+    cli("certify", "--family", "healthy", "--arm", "graphed")
+    (evidence,) = (tmp_path / "reports" / "evidence").glob("*.jsonl")
+    chosen = ("--family", "healthy", "--arm", "graphed")
+    code, found = _findings(cli, str(evidence), *chosen)
+    assert code == 2  # emulated evidence has no baseline anywhere
+    assert {kind for kind, _ in found} == {"no baseline"}
+    lines = evidence.read_text().splitlines(keepends=True)
+    evidence.write_text("".join(line for line in lines if json.loads(line)["family"] != "must_fail"))
+    missing = {row for kind, row in _findings(cli, str(evidence), *chosen)[1] if kind == "missing row"}
+    assert missing
+    assert all(row.startswith("controls/must_fail/") for row in missing)
+
+
+def test_a_gate_without_evidence_is_exit_2(cli: Cli) -> None:
+    cli("certify", "--family", "healthy")
+    code, out, _ = cli("gate", "--family", "healthy")
+    assert (code, out) == (2, "no evidence to compare\n")
