@@ -26,7 +26,7 @@ from parity.record.fresh import missing_or_stale
 from parity.record.junit import write_junit
 from parity.record.report import write_reports, write_summary
 from parity.rows.case import CASE
-from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover
+from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover, usual_sources
 from parity.rows.row import Row
 from parity.run.nursery import RunError
 from parity.runtime.allowlist import FILE, Allowlist, AllowlistError
@@ -51,10 +51,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
 def sources_of(families: Sequence[str], cases: Sequence[str] = ()) -> list[str]:
-    """Where families come from: what was named, or ./families, each with the controls of this package; else what installed packages
-    announce. And the case files."""
-    here = list(families) or (["families"] if Path("families").is_dir() else [])
-    return [*here, "entry-points:controls" if here else "entry-points", *cases]
+    """Where families come from, seen from the current folder, and the case files."""
+    return [*usual_sources(families, Path("families")), *cases]
 
 
 def _print(value: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from parity.certification import Certification, explanation, with_controls
 from parity.record.files import RecordError
 from parity.record.line import Record, is_expected, rerun
-from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover
+from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover, usual_sources
 from parity.rows.row import ARMS, MODES, Row
 from parity.run.nursery import RunError
 
@@ -55,9 +55,7 @@ def selection_of(config: pytest.Config) -> Selection:
 
 def catalogue_of(config: pytest.Config) -> Catalogue:
     if _CATALOGUE not in config.stash:
-        here = config.rootpath / "families"
-        sources = config.getoption("--families") or ([str(here)] if here.is_dir() else [])
-        config.stash[_CATALOGUE] = discover([*sources, "entry-points:controls" if sources else "entry-points"])
+        config.stash[_CATALOGUE] = discover(usual_sources(config.getoption("--families"), config.rootpath / "families"))
     return config.stash[_CATALOGUE]
 
 

@@ -18,6 +18,7 @@ from parity.rows.family import Family, Zoo
 from parity.rows.row import ARMS, DEFAULT_ARMS, MODES, Row
 
 ENTRY_POINTS = "parity.families"
+_ANNOUNCED = "entry-points"
 
 
 class DiscoveryError(Exception):
@@ -144,9 +145,16 @@ def is_case(source: str | Path) -> bool:
     return str(source).endswith(".py")
 
 
+def usual_sources(named: Sequence[str], here: Path) -> list[str]:
+    """Where families come from: what was named, or the folder ``here``, each with the controls of this package; else what installed
+    packages announce."""
+    folders = list(named) or ([str(here)] if here.is_dir() else [])
+    return [*folders, f"{_ANNOUNCED}:controls" if folders else _ANNOUNCED]
+
+
 def is_announced(source: str | Path) -> bool:
     """Whether a source is ``entry-points``, what installed packages announce, or ``entry-points:NAME``, one zoo of it."""
-    return str(source).partition(":")[0] == "entry-points"
+    return str(source).partition(":")[0] == _ANNOUNCED
 
 
 def _announced(known: set[str], only: str) -> list[Zoo]:
