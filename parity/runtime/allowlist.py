@@ -21,6 +21,8 @@ FILE: Final = "SUPPORTS_CUDA_GRAPH.json"
 REGENERATE: Final = "regenerate it from the evidence with `parity report`, never by hand"
 
 _MODES: Final = ("inference", "training")
+_OPTIONAL: Final = frozenset({"class", "proof", "slower"})
+_NOT_OF_TRAINING: Final = {"boundary": "", "derived_reads": False, "unseen": [], "kernels": ""}
 
 
 class AllowlistError(ParityError, ValueError):
@@ -72,6 +74,7 @@ class Certificate:
     ``measured_on``: name of the environment's evidence file. ``boundary``: what was captured. ``derived_reads``: the
     region reads tensors that were computed from weights outside it. ``unseen``: what tracing could not see.
     ``kernels``: hash of the graph's kernel census, empty where there was none. ``rows``: ids of the evidence.
+    ``grade``, ``proof``: of training, in the file ``class`` and ``proof``. ``slower``: what eager was measured to be faster at.
     """
 
     zoo: str
@@ -86,19 +89,30 @@ class Certificate:
     unseen: tuple[str, ...] = ()
     kernels: str = ""
     rows: tuple[str, ...] = ()
+    grade: str = ""
+    proof: tuple[str, ...] = ()
+    slower: tuple[Tried, ...] = ()
 
     @property
     def id(self) -> str:
         return f"{self.zoo}/{self.family}/{self.task}/{self.mode}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"id": self.id, "verdict": "certified", **asdict(self)}
+        every = {"id": self.id, "verdict": "certified", **asdict(self)}
+        optional = {"class": every.pop("grade"), "proof": every.pop("proof"), "slower": every.pop("slower")}
+        return every | {name: value for name, value in optional.items() if value}
+
+
+def is_slower(certificate: Certificate, environment: Environment, shapes: Iterable[Sequence[int]], dtype: str) -> bool:
+    """Whether eager was measured to be the faster way here. Elsewhere nothing was measured."""
+    wanted = tuple(tuple(shape) for shape in shapes)
+    return certificate.environment == environment and any(t.shapes == wanted and t.dtype == dtype for t in certificate.slower)
 
 
 def gap(certificate: Certificate, environment: Environment, shapes: Iterable[Sequence[int]], dtype: str) -> str:
     """Why a certificate does not cover a call, as a sentence; empty where it does.
 
-    ``shapes``: of the input tensors, in order.
+    ``shapes``: of the input tensors, in order. In training those of the network, which come first in a batch; ``dtype`` is autocast's.
     """
     for name in (f.name for f in fields(Environment)):
         here, there = getattr(environment, name), getattr(certificate.environment, name)
@@ -106,7 +120,8 @@ def gap(certificate: Certificate, environment: Environment, shapes: Iterable[Seq
             label = f"{certificate.zoo}'s version" if name == "zoo" else name
             return f"{certificate.id} was certified with {label} {there or 'unknown'}, this is {here or 'unknown'}"
     wanted = tuple(tuple(shape) for shape in shapes)
-    if not any(t.shapes == wanted and t.dtype == dtype for t in certificate.tried):
+    given = len(wanted) if certificate.mode == "training" else None
+    if not any(t.shapes[:given] == wanted and t.dtype == dtype for t in certificate.tried):
         told = " ".join(map(_shape, wanted)) or "without tensors"
         return f"{certificate.id} was not tried with inputs {told} in {dtype}"
     return ""
@@ -218,9 +233,12 @@ def _certificate(entry: Any, number: int) -> Certificate:
     where = str(entry.get("id") or where)
     if entry.get("verdict") != "certified":
         raise ValueError(f"{where} has the verdict {entry.get('verdict')!r}; an allowlist holds only 'certified'")
-    known = {f.name for f in fields(Certificate)} | {"id", "verdict"}
-    if set(entry) != known:
-        wrong = [f"lacks {n}" for n in sorted(known - set(entry))] + [f"has an unknown {n}" for n in sorted(set(entry) - known)]
+    known = ({f.name for f in fields(Certificate)} - {"grade", "proof", "slower"}) | {"id", "verdict"}
+    if entry.get("mode") == "training":
+        entry = _NOT_OF_TRAINING | entry
+    if set(entry) - _OPTIONAL != known:
+        wrong = [f"lacks {n}" for n in sorted(known - set(entry))]
+        wrong += [f"has an unknown {n}" for n in sorted(set(entry) - known - _OPTIONAL)]
         raise ValueError(f"{where} {', '.join(wrong)}")
     words = {n: _word(entry[n], f"{where}: {n}") for n in ("zoo", "family", "task", "mode", "measured_on", "boundary", "kernels")}
     if words["mode"] not in _MODES:
@@ -236,6 +254,9 @@ def _certificate(entry: Any, number: int) -> Certificate:
         derived_reads=entry["derived_reads"],
         unseen=_words(entry["unseen"], f"{where}: unseen"),
         rows=_words(entry["rows"], f"{where}: rows"),
+        grade=_word(entry.get("class") or "", f"{where}: class"),
+        proof=_proof(entry.get("proof")),
+        slower=_tried(entry["slower"], where, "slower") if entry.get("slower") else (),
         **words,
     )
     if entry["id"] != certificate.id:
@@ -246,13 +267,19 @@ def _certificate(entry: Any, number: int) -> Certificate:
     return certificate
 
 
-def _tried(entries: Any, where: str) -> tuple[Tried, ...]:
+def _proof(told: Any) -> tuple[str, ...]:
+    """What proves a class of training is for people: whatever form it has, it is kept as texts."""
+    texts = told if isinstance(told, list) else [told] if told else []
+    return tuple(text if isinstance(text, str) else json.dumps(text, sort_keys=True) for text in texts)
+
+
+def _tried(entries: Any, where: str, name: str = "tried") -> tuple[Tried, ...]:
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{where}: tried must list at least one shape")
+        raise ValueError(f"{where}: {name} must list at least one shape")
     found = []
     for entry in entries:
         if not isinstance(entry, dict) or set(entry) != {f.name for f in fields(Tried)}:
-            raise ValueError(f"{where}: each of tried has {', '.join(f.name for f in fields(Tried))}, not {entry!r}")
+            raise ValueError(f"{where}: each of {name} has {', '.join(f.name for f in fields(Tried))}, not {entry!r}")
         shapes = entry["shapes"]
         numbers = [entry["size"], entry["batch"], *(n for s in shapes for n in s)] if isinstance(shapes, list) else [None]
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):

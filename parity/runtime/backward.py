@@ -12,7 +12,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,19 @@ from parity.runtime.gradients import ODD, Handout, Layout, blank
 from parity.runtime.invalidation import LOCAL, generators
 from parity.runtime.liveness import Read, Trace, trace
 from parity.runtime.pool import CAPTURES, Pool
-from parity.runtime.record import CaptureFailed
-from parity.runtime.refusal import explain
+from parity.runtime.record import undone
 from parity.runtime.state import unlike
+
+_BORN_FROZEN: Final = 1000
+"""Fewer frozen objects than this are the interpreter's own: Python 3.12 starts with 375. Whoever freezes, with torch loaded, freezes
+100 000."""
 
 
 @dataclass
 class Recording:
     """``buffers``: those that a forward moves; ``before``: their values before the last one. ``serial``: how many forwards were
-    replayed, so that a step can tell whether the graph's memory is still its own."""
+    replayed, so that a step can tell whether the graph's memory is still its own. ``gap``: why no certificate covers it, until
+    its first use has shown eager's bits."""
 
     forward: Any
     backward: Any
@@ -55,6 +59,7 @@ class Recording:
     pool: Pool
     device: int
     serial: int = 0
+    gap: str = ""
 
 
 @contextlib.contextmanager
@@ -64,6 +69,20 @@ def _ours() -> Iterator[None]:
         yield
     finally:
         LOCAL.busy = False
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """Within it collections look only at what is made within it: each of a whole heap, which may hold a million objects, takes about a
+    second. And no graph or event that died in a cycle before is destroyed in the middle of a capture."""
+    ours = gc.get_freeze_count() < _BORN_FROZEN  # somebody else's is not to be undone
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
 
 
 def _check(take: Take, layouts: tuple[Layout, ...]) -> None:
@@ -171,14 +190,15 @@ class _Recorder:
             with graph(forward, pool=self.pool.handle, stream=stream, capture_error_mode="thread_local"):
                 take.forward(aliases.params, self.wrt)
             _check(take, self.layouts)
-            with graph(backward, pool=self.pool.handle, stream=stream, capture_error_mode="thread_local"):
+            # memory of its own: gradients that were lent lie there, and no other replay may write to them
+            with graph(backward, pool=torch.cuda.graph_pool_handle(), stream=stream, capture_error_mode="thread_local"):
                 grads = take.backward(self.incoming.leaves)
         return forward, backward, take.outputs, grads
 
 
 def reads(module: nn.Module, leaves: list[Any], spec: Any) -> list[Read]:
     """The tensors that a forward reads and the module does not own, as a recording would find them. Nothing else of it stays."""
-    with CAPTURES, _ours(), attributes_kept(module):
+    with CAPTURES, _ours(), _frozen(), attributes_kept(module):
         recorder = _Recorder(module, leaves, spec, (), None)
         streams = rng.save(recorder.owned)
         try:
@@ -194,12 +214,13 @@ def record_step(
     differentiable output. Raises CaptureRefused before, and CaptureFailed after the capture began. Buffers, attributes and random
     streams are as before, whatever happens."""
     with CAPTURES, pool.lock, _ours():
-        return _record(_Recorder(module, leaves, spec, layouts, pool), cloning)
+        gc.collect()  # autograd graphs of earlier steps may hang in cycles, with nodes that live on another stream
+        with _frozen():
+            return _record(_Recorder(module, leaves, spec, layouts, pool), cloning)
 
 
 def _record(recorder: _Recorder, cloning: bool) -> Recording:
     module, pool = recorder.module, recorder.pool
-    gc.collect()  # autograd graphs of earlier steps may hang in cycles, with nodes that live on another stream
     streams = rng.save(recorder.owned)
     before, stream = torch.cuda.current_stream(), pool.capture_stream()
     stream.wait_stream(before)
@@ -212,17 +233,8 @@ def _record(recorder: _Recorder, cloning: bool) -> Recording:
             before.wait_stream(stream)
             rng.restore(streams)
         derived = Derived(traced.reads, module) if traced.reads else None
-        try:
+        with undone(before, stream, streams, traced):
             forward, backward, outputs, grads = recorder.capture(stream, torch.cuda.graph)
-        except BaseException as error:
-            torch.cuda.set_stream(before)  # torch does not leave the capture stream when the end of a capture raises
-            rng.repair(streams)
-            if not isinstance(error, Exception):
-                raise
-            reason = explain(error, traced)
-            raise CaptureFailed(reason.cause, reason.message, reason.where) from error
-    before.wait_stream(stream)
-    rng.restore(streams)
     if derived is not None:
         derived.settle()
     differentiable = outputs.differentiable()

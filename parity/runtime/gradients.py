@@ -70,17 +70,27 @@ class Handout:
                     self._lendable.append((i, owner, place))
         self._base = [_holders(place) for _, _, place in self._lendable]
         self._lent = False
+        self.moved = 0
+        """Gradients that had to leave the graph's memory so far."""
 
     def settle(self) -> bool:
-        """Before memory of the graph is written: moves each ``p.grad`` that lies there to memory of its own. False where somebody else
+        """Before the backward is replayed: moves each ``p.grad`` out of its memory to some of its own. False where somebody else
         still holds what was handed out, so that the graph must not be replayed."""
         if not self._lent:
             return True
         self._lent = False
+        lying: list[Any] = []
         for _, owner, place in self._lendable:
             held = owner.grad
             if held is not None and held.layout is torch.strided and _address(held) == place:
-                held.data = held.detach().clone()
+                lying.append(held)
+        if lying:
+            self.moved += len(lying)
+            with torch.no_grad():
+                fresh = [torch.empty_like(g) for g in lying]
+                torch._foreach_copy_(fresh, [g.detach() for g in lying])
+                for held, own in zip(lying, fresh, strict=True):
+                    held.data = own
         return all(_holders(place) <= base for (_, _, place), base in zip(self._lendable, self._base, strict=True))
 
     def take(self) -> list[Tensor | None]:

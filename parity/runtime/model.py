@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Generator, Iterable, Iterator
@@ -13,8 +12,9 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from parity.runtime.allowlist import Allowlist, Certificate, Environment, arch_name, default_path, gap
+from parity.runtime.allowlist import Certificate, Environment, gap, is_slower
 from parity.runtime.errors import NotCertified
+from parity.runtime.identity import Identity, here
 from parity.runtime.seams import BoundSeam, Seam
 
 _LOG = logging.getLogger("parity.runtime")
@@ -31,9 +31,10 @@ def calls_before_capture(mode: Any) -> int:
     raise ValueError(f'cuda_graph={mode!r}: it is False, True or "auto"')
 
 
-@functools.cache
-def allowlist(path: str) -> Allowlist:
-    return Allowlist.load(path)
+def _extent(tensors: list[Tensor]) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """What certificates know calls by: shapes of all tensors, and the dtype of the first one in floating point."""
+    dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    return tuple(tuple(t.shape) for t in tensors), str(dtype).removeprefix("torch.")
 
 
 class _Graphs:
@@ -44,6 +45,7 @@ class _Graphs:
         self.root: Any = None
         self.lock = threading.RLock()
         self.logged: set[str] = set()
+        self.slower: dict[Any, str] = {}
 
     def __deepcopy__(self, memo: Any) -> _Graphs:
         return _Graphs()
@@ -166,7 +168,12 @@ class CudaGraphModel:
                 inputs += sum(x.untyped_storage().nbytes() for x in entry.inputs if isinstance(x, Tensor))
         segments = torch.cuda.memory_snapshot() if pools else []
         held = sum(int(s["total_size"]) for s in segments if tuple(s.get("segment_pool_id", ())) in pools)
-        return {"family": self._id(), "policy": self.cuda_graph_policy, "pieces": pieces, "memory": {"pools": held, "inputs": inputs}}
+        return {
+            "family": str(self._identity()),
+            "policy": self.cuda_graph_policy,
+            "pieces": pieces,
+            "memory": {"pools": held, "inputs": inputs},
+        }
 
     def release_graphs(self) -> None:
         """Drops all graphs and their memory. The next forward in a scope captures again."""
@@ -183,50 +190,50 @@ class CudaGraphModel:
     def _graphs(self) -> _Graphs:
         return vars(self).setdefault("_cuda_graphs", _Graphs())  # type: ignore[no-any-return]
 
-    def _id(self) -> str:
-        return f"{self.cuda_graph_zoo}/{self.cuda_graph_family}/{self.cuda_graph_task}/inference"
-
-    def _command(self) -> str:
+    def _identity(self) -> Identity:
         zoo, family, task = self.cuda_graph_zoo, self.cuda_graph_family, self.cuda_graph_task
-        return f"parity certify --zoo {zoo} --family {family} --task {task} --mode inference"
+        return Identity(zoo, family, task, "inference", self.cuda_graph_version)
 
     def _environment(self) -> Environment:
-        arch = arch_name(torch.cuda.get_device_capability()) if torch.cuda.is_available() else ""
-        cudnn = str(torch.backends.cudnn.version() or "")
-        return Environment(arch, torch.__version__, torch.version.cuda or "", cudnn, self.cuda_graph_version)
+        return here(self.cuda_graph_version)
 
     def _certificate(self) -> Certificate | None:
-        listed = allowlist(str(self.cuda_graph_allowlist or default_path()))
-        return listed.find(self.cuda_graph_zoo, self.cuda_graph_family, self.cuda_graph_task, "inference", self._environment())
+        return self._identity().certificate(self.cuda_graph_allowlist)
 
     def _require(self) -> Certificate:
         if self.cuda_graph_policy not in ("validate", "strict"):
             raise ValueError(f'cuda_graph_policy={self.cuda_graph_policy!r}: it is "validate" or "strict"')
         found = self._certificate()
         if found is None:
-            raise NotCertified(
-                f"cuda_graph: the allowlist holds no certificate for family {self.cuda_graph_family!r}, task "
-                f"{self.cuda_graph_task!r}, mode 'inference' of {self.cuda_graph_zoo}; to certify it: "
-                f"`{self._command()}`; until then leave cuda_graph=False"
-            )
+            raise NotCertified(f"cuda_graph: {self._identity().unlisted}; until then leave cuda_graph=False")
         return found
 
     def _gap(self, tensors: list[Tensor]) -> str:
         """Why the certificate does not cover a call. Raises NotCertified instead under the strict policy."""
-        dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
-        found = gap(self._require(), self._environment(), [tuple(t.shape) for t in tensors], str(dtype).removeprefix("torch."))
+        found = gap(self._require(), self._environment(), *_extent(tensors))
         if found and self.cuda_graph_policy == "strict":
-            raise NotCertified(f'cuda_graph: {found}, and policy="strict" does not validate; to certify it: `{self._command()}`')
+            command = self._identity().command
+            raise NotCertified(f'cuda_graph: {found}, and policy="strict" does not validate; to certify it: `{command}`')
         return found
+
+    def _slower(self, tensors: list[Tensor]) -> str:
+        """Why ``"auto"`` does not capture a call, which it otherwise would."""
+        shapes, dtype = _extent(tensors)
+        known = self._graphs.slower
+        if (shapes, dtype) not in known:
+            certificate, environment = self._require(), self._environment()
+            told = f'{certificate.id} was measured to be faster eagerly at these shapes: cuda_graph="auto" does not capture them'
+            known[shapes, dtype] = told if is_slower(certificate, environment, shapes, dtype) else ""
+        return known[shapes, dtype]
 
     def _bound(self) -> BoundSeam:
         graphs, root = self._graphs, self.cuda_graph_root()
         with graphs.lock:
             if graphs.seam is None or graphs.root is not root:
-                graphs.seam, graphs.root = self.cuda_graph_seam.bind(root, self._gap), root
+                graphs.seam, graphs.root = self.cuda_graph_seam.bind(root, self._gap, slower=self._slower), root
         return graphs.seam
 
     def _once(self, reason: str) -> None:
         if reason not in self._graphs.logged:
             self._graphs.logged.add(reason)
-            _LOG.warning("cuda_graph: %s runs eager: %s", self._id(), reason)
+            _LOG.warning("cuda_graph: %s runs eager: %s", self._identity(), reason)

@@ -32,7 +32,6 @@ class Entry:
     outlet: Outlet
     pool: Pool
     traced: Trace
-    device: int
     derived: Derived | None
     weights: int | None = None
     clock: int = 0
@@ -52,13 +51,10 @@ class Entry:
         return self.derived is not None and (self.doubt or self.derived.superseded())
 
     def replay(self, leaves: Any) -> Any:
-        """``leaves``: of the call, in order. Their geometry is that of the capture: the caller looked it up."""
-        if torch.cuda.current_device() != self.device:
-            with torch.cuda.device(self.device):
-                return self._replay(leaves)
-        return self._replay(leaves)
+        """``leaves``: of the call, in order. Their geometry is that of the capture: the caller looked it up. Raises StreamCaptured.
 
-    def _replay(self, leaves: Any) -> Any:
+        The current device does not matter: copies run where their tensors lie, a replay where the graph was captured, and each on the
+        stream that is current there."""
         self.pool.begin()
         try:
             self.intake.fill(leaves)
@@ -84,6 +80,36 @@ def _ours() -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(cached)
         LOCAL.busy = False
+
+
+def unfit(leaves: list[Any]) -> str:
+    """Why arguments cannot go into a graph, whatever it computes; empty where they can."""
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if foreign := tree.opaque(leaves):
+        return f"an argument is a {foreign[0].__qualname__}, whose tensors cannot be seen"
+    for t in tensors:
+        if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_conj() or t.is_neg():
+            return f"an input is a {type(t).__name__} of layout {t.layout}: only plain strided tensors are captured"
+    if len({t.device for t in tensors if on_device(t)}) > 1:
+        return "the inputs lie on several devices"
+    return ""
+
+
+@contextlib.contextmanager
+def undone(before: Any, stream: Any, streams: rng.Streams, traced: Trace) -> Iterator[None]:
+    """Around captures on ``stream``: afterwards ``before`` waits for them and is current, and random streams are as they were. Raises
+    CaptureFailed where a capture fails."""
+    try:
+        yield
+    except BaseException as error:
+        torch.cuda.set_stream(before)  # torch does not leave the capture stream when the end of a capture raises
+        rng.repair(streams)
+        if not isinstance(error, Exception):
+            raise
+        reason = explain(error, traced)
+        raise CaptureFailed(reason.cause, reason.message, reason.where) from error
+    before.wait_stream(stream)
+    rng.restore(streams)
 
 
 def retrace(region: Callable[..., Any], module: nn.Module | None, leaves: list[Any], spec: Any) -> Trace:
@@ -147,26 +173,17 @@ def _record(
     graph = torch.cuda.CUDAGraph()
     for generator in owned:
         graph.register_generator_state(generator)
-    try:
-        with (
-            kept(module, executed=False),
-            torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"),
-        ):
-            result = call()
-    except BaseException as error:
-        torch.cuda.set_stream(before)  # torch does not leave the capture stream when the end of a capture raises
-        rng.repair(streams)
-        if not isinstance(error, Exception):
-            raise
-        reason = explain(error, traced)
-        raise CaptureFailed(reason.cause, reason.message, reason.where) from error
-    before.wait_stream(stream)
-    rng.restore(streams)
+    with (
+        undone(before, stream, streams, traced),
+        kept(module, executed=False),
+        torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"),
+    ):
+        result = call()
     if any(isinstance(x, Tensor) and not on_device(x) for x in tree.flatten(result)[0]):
         raise CaptureRefused("host-state", "an output is a host tensor: every replay would hand out the one made at capture")
     if derived is not None:
         derived.settle()
-    return Entry(graph, intake, Outlet(result, intake.leaves, clone), pool, traced, torch.cuda.current_device(), derived)
+    return Entry(graph, intake, Outlet(result, intake.leaves, clone), pool, traced, derived)
 
 
 def _check(traced: Trace) -> None:

@@ -25,8 +25,8 @@ from parity.runtime import tree
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
-from parity.runtime.pool import Pool
-from parity.runtime.record import CaptureFailed, Entry, record, retrace
+from parity.runtime.pool import Pool, StreamCaptured
+from parity.runtime.record import CaptureFailed, Entry, record, retrace, unfit
 from parity.runtime.signature import Signature, quick, signature
 from parity.runtime.validation import differs
 
@@ -50,6 +50,12 @@ class Info:
     dropped: Counter[str] = field(default_factory=Counter)
 
 
+def release_all() -> None:
+    """After a failed capture, with no lock held: two threads may get here at once."""
+    for runner in list(_RUNNERS):
+        runner.release("a capture failed in this process, and graphs follow the generator state it broke")
+
+
 class GraphRunner:
     """Replays ``region`` from CUDA graphs, one per signature.
 
@@ -57,7 +63,7 @@ class GraphRunner:
     the last one traced. ``max_graphs``: further signatures run eager. ``clone_outputs``: hand out clones; without it a result is
     overwritten by the next replay of the same signature. ``pool``: shared with other runners of the same device.
     ``gap``: given the input tensors of a new signature, why no certificate covers it; such a capture must first replay every bit of
-    eager.
+    eager. ``slower``: given them, why a capture does not pay; asked where calls are counted before one (``"auto"``).
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class GraphRunner:
         clone_outputs: bool = True,
         pool: Callable[[], Pool] | None = None,
         gap: Callable[[list[Tensor]], str] | None = None,
+        slower: Callable[[list[Tensor]], str] | None = None,
         name: str = "",
     ) -> None:
         if warmup < 1:
@@ -81,7 +88,7 @@ class GraphRunner:
         self.max_graphs = max_graphs
         self.clone_outputs = clone_outputs
         self.name = name or type(self.module if self.module is not None else region).__qualname__
-        self._gap = gap
+        self._gap, self._slower = gap, slower
         self._new_pool = pool
         self._pools: dict[int, Pool] = {}
         self._entries: dict[Signature, Entry] = {}
@@ -90,8 +97,7 @@ class GraphRunner:
         self._counts: OrderedDict[Signature, int] = OrderedDict()
         self._watch = Watch(self.module) if self.module is not None else None
         self._flags: Any = (self._watch.training, self._watch.grads) if self._watch is not None else None
-        self._visit = -1
-        self._changes = -1
+        self._visit = self._changes = -1
         self._lock = threading.RLock()
         self._logged: set[str] = set()
         self._info = Info()
@@ -104,18 +110,17 @@ class GraphRunner:
         if visit == 0 or visit != self._visit or CLOCK.changes != self._changes:
             self._inspect(visit)
         leaves = (*args, *kwargs.values()) if kwargs else args
-        key = quick(leaves, tuple(kwargs))
+        key = quick(leaves, tuple(kwargs) if kwargs else ())
         entry = self._quick.get(key)
         if entry is None or torch.cuda.is_current_stream_capturing() or (entry.derived is not None and entry.doubtful()):
             return self._call(args, kwargs, key)
-        self._info.replays += 1
-        return entry.replay(leaves)
+        return self._replay(entry, leaves, args, kwargs)
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Captures the signature of this call now, if it is not captured yet. Raises CaptureRefused with cause and source line."""
         self._inspect(LOCAL.visit)
         leaves, spec = tree.flatten((args, kwargs))
-        if (reason := self._cannot(leaves)) is not None:
+        if reason := self._cannot(leaves):
             raise CaptureRefused("unknown", reason)
         key = signature(leaves, spec, self._training())
         if key not in self._entries:
@@ -128,14 +133,16 @@ class GraphRunner:
     def entries(self) -> list[Entry]:
         return list(self._entries.values())
 
+    def refusals(self) -> list[CaptureRefused]:
+        return list(self._refused.values())
+
     def release(self, reason: str = "released") -> None:
-        """Drops all graphs and what they hold. Results already handed out stay."""
+        """Drops all graphs and what they hold. Results already handed out stay. Raises StreamCaptured, with nothing dropped."""
         with self._lock:
+            for pool in {id(e.pool): e.pool for e in self._entries.values()}.values():
+                pool.drain()
             if self._entries:
                 self._info.dropped[reason] += len(self._entries)
-            pools = {id(e.pool): e.pool for e in self._entries.values()}
-            for pool in pools.values():
-                pool.drain()
             self._entries.clear()
             self._quick.clear()
             self._refused.clear()
@@ -148,7 +155,7 @@ class GraphRunner:
     def _training(self) -> tuple[bool, ...]:
         return () if self._watch is None else self._watch.training
 
-    def _cannot(self, leaves: list[Any]) -> str | None:
+    def _cannot(self, leaves: list[Any]) -> str:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not any(map(on_device, tensors)):
             return "no input is on a CUDA device"
@@ -158,14 +165,7 @@ class GraphRunner:
             t.requires_grad for t in [*tensors, *(self.module.parameters() if self.module is not None else ())]
         ):
             return "gradients are enabled: this runner captures inference only"
-        if foreign := tree.opaque(leaves):
-            return f"an argument is a {foreign[0].__qualname__}, whose tensors cannot be seen"
-        for t in tensors:
-            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_conj() or t.is_neg():
-                return f"an input is a {type(t).__name__} of layout {t.layout}: only plain strided tensors are captured"
-        if len({t.device for t in tensors if on_device(t)}) > 1:
-            return "the inputs lie on several devices"
-        return None
+        return unfit(leaves)
 
     def _eager(self, reason: str, args: Any, kwargs: Any) -> Any:
         self._info.eager[reason] += 1
@@ -174,10 +174,18 @@ class GraphRunner:
             _LOG.warning("cuda_graph: %s runs eager: %s", self.name, reason)
         return self.region(*args, **kwargs)
 
+    def _replay(self, entry: Entry, leaves: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            result = entry.replay(leaves)
+        except StreamCaptured as reason:
+            return self._eager(str(reason), args, kwargs)
+        self._info.replays += 1
+        return result
+
     # ------------------------------------------------------------ the slow path
     def _call(self, args: Any, kwargs: Any, quick_key: Hashable) -> Any:
         leaves, spec = tree.flatten((args, kwargs))
-        if (reason := self._cannot(leaves)) is not None:
+        if reason := self._cannot(leaves):
             return self._eager(reason, args, kwargs)
         key = signature(leaves, spec, self._training())
         entry = self._entries.get(key)
@@ -190,6 +198,8 @@ class GraphRunner:
                 return self._eager(f"more than {self.max_graphs} signatures", args, kwargs)
             if self._count(key) < LOCAL.after:
                 return self._eager(_WAITING, args, kwargs)
+            if LOCAL.after > 1 and self._slower and (reason := self._slower([x for x in leaves if isinstance(x, Tensor)])):
+                return self._eager(reason, args, kwargs)
             try:
                 entry = self._capture(key, leaves, spec)
             except CaptureRefused as refusal:
@@ -197,12 +207,10 @@ class GraphRunner:
                 return self._eager(f"refused: {refusal.cause}: {refusal.message}", args, kwargs)
         if quick_key is not None:
             self._quick[quick_key] = entry
-        self._info.replays += 1
-        return entry.replay(leaves)
+        return self._replay(entry, leaves, args, kwargs)
 
     def _count(self, key: Signature) -> int:
-        count = self._counts.pop(key, 0) + 1
-        self._counts[key] = count
+        count = self._counts[key] = self._counts.pop(key, 0) + 1
         if len(self._counts) > _COUNTED:
             self._counts.popitem(last=False)
         return count
@@ -210,14 +218,12 @@ class GraphRunner:
     def _capture(self, key: Signature, leaves: list[Any], spec: Any) -> Entry:
         try:
             return self._capture_locked(key, leaves, spec)
-        except CaptureFailed:  # with no lock held: two threads may get here at once
-            for runner in list(_RUNNERS):
-                runner.release("a capture failed in this process, and graphs follow the generator state it broke")
+        except CaptureFailed:
+            release_all()
             raise
 
     def _capture_locked(self, key: Signature, leaves: list[Any], spec: Any) -> Entry:
-        device = next((x.device for x in leaves if isinstance(x, Tensor) and on_device(x)), None)
-        with self._lock, torch.cuda.device(device):
+        with self._lock, torch.cuda.device(next((x.device for x in leaves if isinstance(x, Tensor) and on_device(x)), None)):
             if key in self._entries:  # another thread was first
                 return self._entries[key]
             gap = self._gap([x for x in leaves if isinstance(x, Tensor)]) if self._gap is not None else ""
@@ -275,9 +281,9 @@ class GraphRunner:
 
     def _drop(self, key: Signature, reason: str) -> None:
         with self._lock:
-            entry = self._entries.pop(key, None)
-            if entry is not None:
+            if (entry := self._entries.get(key)) is not None:
                 entry.pool.drain()
+                del self._entries[key]
                 self._info.dropped[reason] += 1
                 for name in [k for k, e in self._quick.items() if e is entry]:
                     del self._quick[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -31,48 +32,62 @@ class Signature:
         return ", ".join(shapes) or "no tensor"
 
 
+def _switch(name: str) -> Callable[[], Hashable]:
+    """What reads a global switch; None at every reading where this torch has no such switch."""
+    found: Callable[[], Hashable] = getattr(torch._C, name, lambda: None)
+    return found
+
+
 def _precision() -> tuple[Callable[[], Hashable], ...]:
-    """TF32 and its successors. Where torch has the newer setting, the older one must not be read: it raises once both were used."""
+    """TF32 and its successors, for matrix products, convolutions and recurrent layers, each with what it inherits from a wider setting.
+    Where torch has the newer setting, the older one must not be read: it raises once both were used."""
     getter = getattr(torch._C, "_get_fp32_precision_getter", None)
     if getter is None:
-        return (torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32)
-    return tuple(lambda b=b, op=op: getter(b, op) for b, op in (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("cuda", "all")))
+        return _switch("_get_cublas_allow_tf32"), _switch("_get_cudnn_allow_tf32"), lambda: None
+    return tuple(functools.partial(getter, "cuda", op) for op in ("matmul", "conv", "rnn"))
 
 
-_SWITCHES: tuple[Callable[[], Hashable], ...] = (
-    *_precision(),
-    *(
-        getattr(torch._C, name)
-        for name in (
-            "_get_cublas_allow_fp16_reduced_precision_reduction",
-            "_get_cublas_allow_bf16_reduced_precision_reduction",
-            "_get_cudnn_enabled",
-            "_get_cudnn_benchmark",
-            "_get_cudnn_deterministic",
-            "_get_deterministic_algorithms",
-            "_get_deterministic_fill_uninitialized_memory",
-            "_get_flash_sdp_enabled",
-            "_get_mem_efficient_sdp_enabled",
-            "_get_math_sdp_enabled",
-            "_get_cudnn_sdp_enabled",
-            "_get_math_sdp_allow_fp16_bf16_reduction",
-        )
-        if hasattr(torch._C, name)
-    ),
-)
+_matmul, _conv, _rnn = _precision()
+_fp16_reduction = _switch("_get_cublas_allow_fp16_reduced_precision_reduction")
+_bf16_reduction = _switch("_get_cublas_allow_bf16_reduced_precision_reduction")
+_cudnn = _switch("_get_cudnn_enabled")
+_benchmark = _switch("_get_cudnn_benchmark")
+_cudnn_deterministic = _switch("_get_cudnn_deterministic")
+_deterministic = _switch("_get_deterministic_algorithms")
+_fills = _switch("_get_deterministic_fill_uninitialized_memory")
+_flash = _switch("_get_flash_sdp_enabled")
+_efficient = _switch("_get_mem_efficient_sdp_enabled")
+_math = _switch("_get_math_sdp_enabled")
+_cudnn_attention = _switch("_get_cudnn_sdp_enabled")
+_math_reduction = _switch("_get_math_sdp_allow_fp16_bf16_reduction")
 
 
 def modes() -> tuple[Hashable, ...]:
     """Global state that changes which kernels run: grad and inference mode, autocast, TF32, cuDNN, deterministic algorithms, SDPA."""
-    return (
+    return (  # one by one: a loop over them would take half as long again, and this is a third of what a steady call adds to a replay
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cuda") and (torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()),
+        torch.is_autocast_enabled() and (torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()),  # without a name: CUDA's
         torch.get_default_dtype(),
-        *[switch() for switch in _SWITCHES],
+        _matmul(),
+        _conv(),
+        _rnn(),
+        _fp16_reduction(),
+        _bf16_reduction(),
+        _cudnn(),
+        _benchmark(),
+        _cudnn_deterministic(),
+        _deterministic(),
+        _fills(),
+        _flash(),
+        _efficient(),
+        _math(),
+        _cudnn_attention(),
+        _math_reduction(),
     )
 
 
+_STRIDED = torch.strided
 _PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
 
 
@@ -82,13 +97,11 @@ def quick(leaves: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Hashable, ..
     ``leaves``: the positional arguments, then the keyword arguments called ``names``. None where some leaf is anything else.
     """
     key: list[Hashable] = [names, modes()]
-    tensors: list[Tensor] = []
     for leaf in leaves:
         kind = type(leaf)
         if kind is Tensor:
-            if leaf.layout is not torch.strided:
+            if leaf.layout is not _STRIDED:
                 return None
-            tensors.append(leaf)
             key.append(
                 (
                     leaf.shape,
@@ -104,8 +117,8 @@ def quick(leaves: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Hashable, ..
             key.append((kind, leaf))
         else:
             return None
-    if len(tensors) > 1:
-        key.append(aliases(tensors))
+    if len(leaves) > 1:
+        key.append(aliases([x for x in leaves if type(x) is Tensor]))
     return tuple(key)
 
 

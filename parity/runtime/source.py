@@ -1,4 +1,4 @@
-"""Where in the user's own code we are: the innermost frame outside torch and this package."""
+"""Where in the user's own code we are: the innermost frame outside torch, torchvision's operators and this package."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PARITY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+_OPERATORS = os.path.join("", "torchvision", "ops", "")
 
 
 @functools.cache
@@ -32,21 +35,27 @@ def describe(filename: str, line: int) -> str:
 
 
 def user_line(frame: FrameType | None = None) -> str:
-    """The innermost foreign frame above ``frame`` (default: the caller), or an empty string."""
+    """The innermost foreign frame above ``frame`` (default: the caller), or an empty string. torchvision's operators are nobody's
+    model: they count where nobody else called them."""
     frame = frame or sys._getframe(1)
+    operator = ""
     while frame is not None:
-        if _foreign(frame.f_code.co_filename):
-            return describe(frame.f_code.co_filename, frame.f_lineno)
+        if _foreign(filename := frame.f_code.co_filename):
+            line = describe(filename, frame.f_lineno)
+            if _OPERATORS not in filename:
+                return line
+            operator = operator or line
         frame = frame.f_back
-    return ""
+    return operator
 
 
 def error_line(error: BaseException) -> str:
     """The innermost foreign frame an exception passed through, or an empty string."""
-    found = ""
+    found = operator = ""
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
-        if _foreign(traceback.tb_frame.f_code.co_filename):
-            found = describe(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+        if _foreign(filename := traceback.tb_frame.f_code.co_filename):
+            line = describe(filename, traceback.tb_lineno)
+            found, operator = (found, line) if _OPERATORS in filename else (line, operator)
         traceback = traceback.tb_next
-    return found
+    return found or operator

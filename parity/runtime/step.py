@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from parity.runtime.fresh import Outputs, nodes_of
 from parity.runtime.gradients import ODD, Layout, layout
 from parity.runtime.invalidation import LOCAL
 from parity.runtime.signature import Signature
+from parity.runtime.state import same_bits
 
 if TYPE_CHECKING:
     from parity.runtime.training import TrainGraphs
@@ -52,6 +54,10 @@ class EagerStep:
         plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"))  # as the backward is captured
         if self.layouts[position] != ODD:
             self.layouts[position] = layout(grad) if plain else ODD
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else same_bits(a, b)
 
 
 class Step:
@@ -109,17 +115,56 @@ class Step:
             self.owner._heard(self.key, layouts)
         if not first or layouts != r.layouts or torch.is_autocast_enabled("cuda"):
             return self.again(incoming)
+        if not r.handout.settle():
+            self.owner._held(r)
+            return self.again(incoming)
         try:
             r.pool.begin()
             try:
                 r.incoming.fill(incoming)
                 r.backward.replay()
-                return r.handout.take()
+                taken = r.handout.take()
             finally:
                 r.pool.end()
         except Exception as error:
             self.owner._fail(f"the backward of a replay failed: {type(error).__name__}: {error}", error)
-        return self.again(incoming)
+            return self.again(incoming)
+        return self._proved(incoming, taken) if r.gap else taken
+
+    def unlike_eager(self, made: Sequence[Tensor]) -> str:
+        """How the replayed forward differs from an eager one from the same state, in words. Leaves behind what the eager one does."""
+        r = self.recording
+        buffers, streams = [b.clone() for b in r.buffers], [g.get_state() for g, _ in self.states]
+        self.undo()
+        busy, LOCAL.busy = LOCAL.busy, True
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # casts of weights made here are nobody else's
+        try:
+            expected = Outputs.of(self.owner.network(*self.args, **self.kwargs), self.leaves).tensors
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            LOCAL.busy = busy
+        if len(made) != len(expected) or not all(map(same_bits, made, expected)):
+            return "an output differs from eager"
+        if not all(map(same_bits, buffers, r.buffers)):
+            return "a buffer differs from eager"
+        if not all(torch.equal(state, g.get_state()) for state, (g, _) in zip(streams, self.states, strict=True)):
+            return "the random stream differs from eager"
+        return ""
+
+    def _proved(self, incoming: list[Tensor | None], taken: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of a first use that no certificate covers, where they are eager's; else eager's, and no replay from then on.
+        Those for which two eager runs give different bits are not judged."""
+        eager = self.again(incoming)
+        odd = [i for i, (mine, theirs) in enumerate(zip(taken, eager, strict=True)) if not _alike(mine, theirs)]
+        if odd:
+            second = self.again(incoming)
+            odd = [i for i in odd if _alike(second[i], eager[i])]
+        if odd:
+            self.owner._stop(f"{self.recording.gap}, and its first use did not validate: {len(odd)} gradients differ from eager")
+            return eager
+        self.recording.gap = ""
+        return taken
 
     def again(self, incoming: list[Tensor | None]) -> list[Tensor | None]:
         """The step eagerly, from the state before it."""

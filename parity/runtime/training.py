@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from parity.runtime.backward import Recording, reads, record_step
 from parity.runtime.engine import on_device
 from parity.runtime.errors import ParityError
 from parity.runtime.gradients import ODD, Layout
+from parity.runtime.identity import Identity, trained_gap
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
 from parity.runtime.pool import Pool
-from parity.runtime.record import CaptureFailed
-from parity.runtime.runner import _RUNNERS
+from parity.runtime.record import CaptureFailed, unfit
+from parity.runtime.runner import _RUNNERS, release_all
 from parity.runtime.signature import Signature, signature
 from parity.runtime.step import EagerStep, Replayed, Step
 
@@ -48,6 +50,10 @@ class TrainGraphs:
     the one line that says why a run goes on eagerly; default a warning of the logger ``parity.runtime``. ``enabled=False``, a
     distributed run, a failure: eager from then on, with eager's numbers.
 
+    ``identity``: whose certificate decides; without one nothing does. A family that the allowlist (a path; by default the packaged one)
+    does not hold trains eagerly. What its certificate does not cover proves itself at first use, forward and gradients against an eager
+    step from the same state; ``policy="strict"`` leaves it eager instead.
+
     A backward that has to run eagerly after its state was overwritten raises StaleGraph; a sticky CUDA error passes through.
     """
 
@@ -59,7 +65,12 @@ class TrainGraphs:
         max_graphs: int = 4,
         log: Callable[[str], None] | None = None,
         enabled: bool = True,
+        identity: Identity | None = None,
+        allowlist: str | Path | None = None,
+        policy: str = "validate",
     ) -> None:
+        if policy not in ("validate", "strict"):
+            raise ValueError(f'policy={policy!r}: it is "validate" or "strict"')
         if threshold < 1:
             raise ValueError(f"threshold={threshold}: at least one eager step has to tell how gradients arrive")
         CLOCK.install()
@@ -76,13 +87,21 @@ class TrainGraphs:
         self._epoch = 0
         self._lock = threading.RLock()
         self._watch = Watch(network)
+        self._seen: tuple[tuple[bool, ...], ...] = ()
+        self._number = 0
+        self._numbers: dict[tuple[tuple[bool, ...], ...], int] = {}
         self._pool: Pool | None = None
         self._pending: weakref.ref[Step] | None = None
         self._cloning = False
         self._clear()
         _RUNNERS.add(self)  # type: ignore[arg-type]  # a failed capture anywhere in the process releases these graphs too
+        self.policy = policy
+        self._version = "" if identity is None else identity.version
+        self._certificate = identity.certificate(allowlist) if identity is not None else None
         if not enabled:
             self._stop("it was not enabled")
+        elif identity is not None and self._certificate is None:
+            self._stop(identity.unlisted)
 
     def _clear(self) -> None:
         self._recordings: dict[tuple[Signature, _Layouts], Recording] = {}
@@ -133,14 +152,7 @@ class TrainGraphs:
             return "torch.distributed is initialised"
         if not tensors or not all(map(on_device, tensors)):
             return "an input is not on a CUDA device"
-        if len({t.device for t in tensors}) > 1:
-            return "the inputs lie on several devices"
-        if foreign := tree.opaque(leaves):
-            return f"an argument is a {foreign[0].__qualname__}, whose tensors cannot be seen"
-        for t in tensors:
-            if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_conj() or t.is_neg():
-                return f"an input is a {type(t).__name__} of layout {t.layout}: only plain strided tensors are captured"
-        return ""
+        return unfit(leaves)
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree.flatten((args, kwargs))
@@ -152,7 +164,7 @@ class TrainGraphs:
         if what := self._watch.look():
             self.release(what)
         self._listen()
-        key = signature(leaves, spec, (*self._watch.training, *self._watch.grads))
+        key = signature(leaves, spec, self._flags())
         waiting = self._pending() if self._pending is not None else None
         if waiting is not None and not waiting.done:
             return self._run_eager(key, args, kwargs, leaves, "the forward before still waits for its backward")
@@ -171,6 +183,13 @@ class TrainGraphs:
                 return self._run_eager(key, args, kwargs, leaves, why)
             return self._replay(Step(self, recording, key, args, kwargs, leaves))
 
+    def _flags(self) -> Any:
+        """A number for the flags of all submodules and parameters: hundreds of them in a key would be hashed at every look-up."""
+        flags = self._watch.training, self._watch.grads
+        if flags != self._seen:
+            self._seen, self._number = flags, self._numbers.setdefault(flags, len(self._numbers))
+        return (self._number,)
+
     def _find(self, key: Signature, leaves: list[Any], spec: Any) -> tuple[Recording | None, str]:
         layouts = self._expected.get(key)
         if self._wrong[key] >= _GUESSES or self._renewed[key] > 1:
@@ -178,10 +197,6 @@ class TrainGraphs:
         if layouts is None or ODD in layouts:
             return None, "no backward of its signature was seen yet, or none with plain gradients"
         found = self._recordings.get((key, layouts))
-        if found is not None and not found.handout.settle():
-            self._cloning = True
-            self._drop(found)
-            return None, "somebody holds a gradient that lies in the graph's memory"
         if found is None:
             if self._counts[key, layouts] < self.threshold:
                 return None, "its signature was not seen often enough yet"
@@ -191,18 +206,21 @@ class TrainGraphs:
         return found, ""
 
     def _capture(self, key: Signature, layouts: _Layouts, leaves: list[Any], spec: Any) -> tuple[Recording | None, str]:
+        missing = "" if self._certificate is None else trained_gap(self._certificate, leaves, self._version)
+        if missing and self.policy == "strict":
+            return None, f'{missing}, and policy="strict" does not validate'
         try:
             if self._pool is None:
                 self._pool = Pool()
             made = record_step(self.network, leaves, spec, layouts, self._pool, cloning=self._cloning)
         except Exception as error:
             if isinstance(error, CaptureFailed):
-                for runner in list(_RUNNERS):
-                    runner.release("a capture failed in this process, and graphs follow the generator state it broke")
+                release_all()
             said = str(error) if isinstance(error, ParityError) else f"{type(error).__name__}: {error}"
             self._fail(f"it cannot be captured: {said}", error)
             return None, "refused"
         self.captures += 1
+        made.gap = missing
         self._recordings[key, layouts] = made
         return made, ""
 
@@ -211,6 +229,11 @@ class TrainGraphs:
         if recording.derived is not None and not recording.derived.renew(reads(self.network, leaves, spec)):
             self._renewed[key] += 1
             self._drop(recording)
+
+    def _held(self, recording: Recording) -> None:
+        """Somebody keeps a gradient that lies in the graph's memory: its successor hands out copies."""
+        self._cloning = True
+        self._drop(recording)
 
     def _drop(self, recording: Recording) -> None:
         recording.pool.drain()
@@ -223,6 +246,10 @@ class TrainGraphs:
             result = r.outputs.build(made, step.leaves)
         except Exception as error:
             self._fail(f"a replay failed: {type(error).__name__}: {error}", error)
+            step.undo()
+            return self.network(*step.args, **step.kwargs)
+        if r.gap and (what := step.unlike_eager(made)):
+            self._stop(f"{r.gap}, and its first use did not validate: {what}")
             step.undo()
             return self.network(*step.args, **step.kwargs)
         self.replays += 1

@@ -28,6 +28,7 @@ from parity.runtime.allowlist import (
     covers,
     default_path,
     gap,
+    is_slower,
 )  # fmt: skip
 from parity.runtime.errors import ParityError
 
@@ -63,7 +64,8 @@ CERTIFICATES = st.builds(
     WORDS, WORDS, WORDS, st.sampled_from(("inference", "training")), st.just("h200"),
     st.builds(Environment, WORDS, WORDS, WORDS, WORDS, WORDS),
     st.lists(st.builds(Tried, st.integers(0, 9), st.integers(0, 9), WORDS, SHAPES), min_size=1, max_size=3).map(tuple),
-    WORDS, st.booleans(), st.lists(WORDS, max_size=2).map(tuple), WORDS, st.just(()),
+    WORDS, st.booleans(), st.lists(WORDS, max_size=2).map(tuple), WORDS, st.just(()), st.sampled_from(("", "exact")),
+    st.lists(WORDS, max_size=2).map(tuple), st.lists(st.builds(Tried, st.just(0), st.just(1), WORDS, SHAPES), max_size=2).map(tuple),
 )  # fmt: skip
 
 
@@ -102,6 +104,38 @@ def test_covers_what_was_tried_where_it_was_tried():
         assert sentence.startswith("libreyolo/yolox/detect/inference was ")
 
 
+TRAINED = replace(YOLOX, mode="training", tried=(Tried(64, 2, "bfloat16", ((2, 3, 64, 64), (2, 50, 5))),), rows=())
+
+
+def test_a_training_certificate_is_about_what_the_network_is_given():
+    assert covers(TRAINED, HERE, [(2, 3, 64, 64)], "bfloat16")
+    assert not covers(TRAINED, HERE, [(2, 3, 64, 64)], "float32")
+    assert not covers(TRAINED, HERE, [(2, 50, 5)], "bfloat16")
+    assert not covers(replace(TRAINED, mode="inference"), HERE, [(2, 3, 64, 64)], "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("proof", "kept"),
+    [("autocast", ("autocast",)), (["a", "b"], ("a", "b")), ({"by": ["x"]}, ('{"by": ["x"]}',)), (None, ()), ([1], ("1",))],
+)
+def test_a_training_entry_is_read_as_it_comes(tmp_path, proof, kept):
+    entry = TRAINED.to_dict() | {"class": "exact", "proof": proof}
+    for name in ("boundary", "derived_reads", "unseen", "kernels"):  # what only a forward has
+        del entry[name]
+    (found,) = Allowlist.load(_write(tmp_path / FILE, _body(certificates=[entry]))).certificates
+    assert (found.grade, found.proof, found.tried) == ("exact", kept, TRAINED.tried)
+    assert (found.boundary, found.unseen) == ("", ())
+
+
+def test_what_is_slower_is_known_where_it_was_measured():
+    slow = replace(YOLOX, slower=(Tried(64, 1, "float32", ((1, 3, 64, 64),)),))
+    assert is_slower(slow, HERE, [[1, 3, 64, 64]], "float32")
+    assert not is_slower(slow, HERE, [(2, 3, 64, 64)], "float32")
+    assert not is_slower(slow, HERE, [(1, 3, 64, 64)], "float16")
+    assert not is_slower(slow, replace(HERE, torch="2.12"), [(1, 3, 64, 64)], "float32")
+    assert not is_slower(YOLOX, HERE, [(1, 3, 64, 64)], "float32")
+
+
 EDITS: dict[str, tuple[dict[str, Any], str]] = {
     "schema": (_body(YOLOX, schema=0), r"schema 0, but this version of parity reads schema 1"),
     "foreign": ({"families": []}, r"some other JSON file: it has no 'schema'"),
@@ -118,6 +152,9 @@ EDITS: dict[str, tuple[dict[str, Any], str]] = {
     "field lost": (_body(certificates=[{k: v for k, v in _entry().items() if k != "tried"}]), r"lacks tried"),
     "field more": (_body(certificates=[_entry(fast=True)]), r"has an unknown fast"),
     "nothing tried": (_body(certificates=[_entry(tried=[])]), r"tried must list at least one"),
+    "class": (_body(certificates=[_entry(**{"class": 1})]), r"class must be text"),
+    "slower": (_body(certificates=[_entry(slower=[{"size": 1}])]), r"each of slower has size, batch, dtype, shapes"),
+    "unseen lost": (_body(certificates=[{k: v for k, v in _entry().items() if k != "unseen"}]), r"lacks unseen"),
     "tried": (_body(certificates=[_entry(tried=[{"size": 1}])]), r"each of tried has size, batch, dtype, shapes"),
     "shape": (
         _body(certificates=[_entry(tried=[{"size": 1, "batch": 1, "dtype": "x", "shapes": [["a"]]}])]),

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,10 @@ def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return listing(tmp_path, monkeypatch, Zoo()._environment())
 
 
-def listing(folder: Path, monkeypatch: pytest.MonkeyPatch, environment: Environment, tried: tuple[Tried, ...] = TRIED) -> Path:
-    certificate = Certificate("zoo", "net", "detect", "inference", "here", environment, tried)
+def listing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, environment: Environment, tried: tuple[Tried, ...] = TRIED, **more: Any
+) -> Path:
+    certificate = Certificate("zoo", "net", "detect", "inference", "here", environment, tried, **more)
     body = {"schema": SCHEMA, "environments": ["here"], "certificates": [certificate.to_dict()]}
     body = json.loads(json.dumps(body))
     path = folder / f"{len(list(folder.iterdir()))}-{FILE}"
@@ -253,3 +256,34 @@ def test_a_seam_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same_bits(zoo.predict(x, True), zoo.predict(x))
         assert list(zoo.graph_info()["pieces"]) == ["0"]
     assert arch_name((9, 0)) == "sm90"
+
+
+def test_auto_declines_what_was_measured_to_be_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with device():
+        listing(tmp_path, monkeypatch, Zoo()._environment(), slower=TRIED)
+        zoo = Zoo().to("cuda")
+        for _ in range(6):
+            x = image()
+            assert same_bits(zoo.predict(x, "auto"), zoo.predict(x))
+        assert piece(zoo)["captures"] == 0
+        (told,) = [(why, count) for why, count in piece(zoo)["eager"].items() if "faster eagerly" in why]
+        assert told[1] == 4  # all but the two that "auto" waits for anyway
+        assert told[0].startswith("zoo/net/detect/inference was measured to be faster eagerly")
+        assert len([r for r in caplog.records if "faster eagerly" in r.message]) == 1
+        zoo.predict(image(), True)  # who asks for a graph gets one
+        assert piece(zoo)["captures"] == 1
+        for _ in range(3):  # another shape of the same family
+            zoo.predict(image(9), "auto")
+        assert piece(zoo)["captures"] == 2
+
+
+@pytest.mark.parametrize(("field", "value"), [("torch", "1.0"), ("arch", "sm10")])
+def test_a_measurement_elsewhere_says_nothing(field: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with device():
+        listing(tmp_path, monkeypatch, replace(Zoo()._environment(), **{field: value}), slower=TRIED)
+        zoo = Zoo().to("cuda")
+        for _ in range(4):
+            zoo.predict(image(), "auto")
+        assert piece(zoo)["captures"] == 1

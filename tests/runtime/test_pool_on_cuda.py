@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from parity.runtime import GraphRunner
-from parity.runtime.pool import Pool
+from parity.runtime.pool import Pool, _lasts
 from parity.runtime.state import same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,7 +32,12 @@ def long_kernels(seed: int) -> GraphRunner:
     return GraphRunner(region)
 
 
-def wrong_rounds() -> int:
+def foreign() -> torch.cuda.ExternalStream:
+    """A stream that torch takes for somebody else's."""
+    return torch.cuda.ExternalStream(torch.cuda.Stream().cuda_stream)
+
+
+def wrong_rounds(stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream) -> int:
     """Rounds in which one of two graphs of one pool, replayed on two streams, did not return eager's bits."""
     pool = Pool()
     runners = [long_kernels(1), long_kernels(2)]
@@ -41,7 +47,7 @@ def wrong_rounds() -> int:
     expected = [runner.region(x) for runner, x in zip(runners, inputs, strict=True)]
     for runner, x in zip(runners, inputs, strict=True):
         runner.capture(x)
-    streams = [torch.cuda.Stream() for _ in runners]
+    streams = [stream() for _ in runners]
     torch.cuda.synchronize()
     wrong = 0
     for _ in range(ROUNDS):
@@ -55,8 +61,24 @@ def wrong_rounds() -> int:
 
 
 @torch.no_grad()
-def test_two_graphs_of_one_pool_never_overlap() -> None:
-    assert wrong_rounds() == 0
+@pytest.mark.parametrize("stream", [torch.cuda.Stream, foreign], ids=["torch's", "foreign"])
+def test_two_graphs_of_one_pool_never_overlap(stream: Callable[[], torch.cuda.Stream]) -> None:
+    assert wrong_rounds(stream) == 0
+
+
+def test_only_streams_of_torch_are_known_to_last() -> None:
+    assert _lasts(torch.cuda.default_stream())
+    assert _lasts(torch.cuda.Stream())
+    assert _lasts(torch.cuda.Stream(priority=-1))
+    with torch.cuda.stream(foreign()):
+        assert not _lasts(torch.cuda.current_stream())
+
+
+def test_a_pool_tells_streams_by_their_address() -> None:
+    pool = Pool()
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), foreign()):
+        with torch.cuda.stream(stream):
+            assert pool._current(pool.device) == stream.cuda_stream
 
 
 @torch.no_grad()

@@ -129,6 +129,28 @@ def test_autocast_counts_with_its_dtype(mode: str) -> None:
     assert len(keys) == 3
 
 
+@pytest.mark.skipif(not hasattr(torch._C, "_set_fp32_precision_setter"), reason="this torch has no wider settings")
+@pytest.mark.parametrize(
+    ("backend", "op"), [("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")]
+)
+def test_a_precision_counts_however_wide_it_is_set(backend: str, op: str) -> None:
+    get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    with _set(lambda: get(backend, op), lambda value: put(backend, op, value), "ieee"):
+        before = key(X)
+        put(backend, op, "tf32")
+        assert key(X) != before
+
+
+def test_autocast_without_a_name_is_the_devices() -> None:
+    enabled = torch.is_autocast_enabled("cuda")
+    try:
+        for on in (True, False):
+            torch.set_autocast_enabled("cuda", on)
+            assert torch.is_autocast_enabled() is on
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
+
+
 def test_what_cannot_be_hashed_is_refused() -> None:
     with pytest.raises(TypeError, match="unhashable"):
         key({1, 2})

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import gc
 import importlib.util
+import json
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity.runtime import TrainGraphs, backward, gradients, step, training
+from parity.runtime.allowlist import FILE, SCHEMA, Certificate, Tried, checksum
 from parity.runtime.buffers import Intake, Outlet
 from parity.runtime.emulated import device
 from parity.runtime.errors import StaleGraph
+from parity.runtime.identity import Identity, here
 from parity.runtime.state import same_bits
 
+from .steps import Body, Log, Small, both, differing, fresh, images, objective, plainly, state, trajectory, update
+
 CASES = sorted(p for p in (Path(__file__).parent.parent / "corpus" / "cases").glob("*.py") if 'MODE = "training"' in p.read_text())
-Log = list[tuple[str, Tensor | None]]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,92 +46,6 @@ def _on_device() -> Iterator[None]:
     with device():
         yield
     torch.set_num_threads(threads)
-
-
-class Small(nn.Module):
-    """What a step may move: weights, running statistics, the random stream. One parameter is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.drop = nn.Dropout(0.2)
-        self.box, self.score = nn.Linear(8, 4), nn.Linear(8, 3)
-        self.spare = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = self.drop(torch.relu(self.norm(self.conv(x)))).mean((2, 3))
-        return {"box": self.box(x), "score": self.score(x)}
-
-
-def objective(out: dict[str, Tensor]) -> Tensor:
-    return out["box"].square().mean() + F.cross_entropy(out["score"].float(), torch.arange(len(out["score"]), device="cuda") % 3)
-
-
-def fresh(kind: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    return kind().to("cuda").train()
-
-
-def images(i: int, batch: int = 4, size: int = 8) -> Tensor:
-    return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(i)).to("cuda")
-
-
-def state(net: nn.Module) -> Log:
-    generator = torch.cuda.default_generators[0].get_state()
-    return [
-        *((f"grad:{n}", None if p.grad is None else p.grad.clone()) for n, p in net.named_parameters()),
-        *((f"param:{n}", p.detach().clone()) for n, p in net.named_parameters()),
-        *((f"buffer:{n}", b.clone()) for n, b in net.named_buffers()),
-        ("generator", generator),
-    ]
-
-
-def differing(actual: list[Log], expected: list[Log]) -> list[str]:
-    assert [[n for n, _ in log] for log in actual] == [[n for n, _ in log] for log in expected]
-    return [
-        f"step {i}: {name}"
-        for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True))
-        for (name, a), (_, b) in zip(mine, theirs, strict=True)
-        if (a is None) != (b is None) or (a is not None and b is not None and not same_bits(a, b))
-    ]
-
-
-Body = Callable[[Callable[..., Any], nn.Module], list[Log]]
-
-
-def both(kind: Callable[[], nn.Module], body: Body, **options: Any) -> tuple[list[str], TrainGraphs, list[str]]:
-    """What differs between a run with graphs and one without, the graphs, and what they logged."""
-    lines: list[str] = []
-    net = fresh(kind)
-    torch.manual_seed(1)
-    expected = body(net, net)
-    net = fresh(kind)
-    graphs = TrainGraphs(net, log=lines.append, **options)
-    torch.manual_seed(1)
-    return differing(body(graphs, net), expected), graphs, lines
-
-
-def plainly(net: Callable[..., Any], owner: nn.Module, steps: int = 8, clear: bool = True, start: int = 0) -> list[Log]:
-    """Forward, backward and a bare update, from batch to batch."""
-    logs = []
-    for i in range(start, start + steps):
-        if clear:
-            owner.zero_grad(set_to_none=True)
-        out = net(images(i))
-        loss = objective(out)
-        loss.backward()
-        logs.append([("loss", loss.detach().clone()), *((f"out:{k}", v.detach().clone()) for k, v in out.items()), *state(owner)])
-        update(owner)
-    return logs
-
-
-def update(owner: nn.Module) -> None:
-    with torch.no_grad():
-        for p in owner.parameters():
-            if p.grad is not None:
-                p.add_(p.grad, alpha=-0.05)
 
 
 # ---------------------------------------------------------------- the corpus
@@ -272,35 +191,6 @@ def test_half_precision_with_a_scaler() -> None:
 
 
 # ---------------------------------------------------------------- trajectories
-def trajectory(make: Callable[[Any], torch.optim.Optimizer], every: int, set_to_none: bool, amp: bool) -> Body:
-    def body(net: Callable[..., Any], owner: nn.Module) -> list[Log]:
-        optimizer, average, logs = make(owner.parameters()), copy.deepcopy(owner).eval(), []
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-        batches = [(4, 8)] * 6 + [(3, 8)] + [(4, 8)] * 2 + [(4, 12)] * 8 + [(4, 8)] * 4
-        for i, (batch, size) in enumerate(batches):
-            if i == 13 and isinstance(net, TrainGraphs):
-                net.invalidate("a change midway")
-            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
-                loss = objective(net(images(i, batch, size))) / every
-            loss.backward()
-            logs.append([("loss", loss.detach().clone()), *state(owner)])
-            if (i + 1) % every == 0:
-                nn.utils.clip_grad_norm_(owner.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=set_to_none)
-                with torch.no_grad():
-                    for mine, theirs in zip(average.state_dict().values(), owner.state_dict().values(), strict=True):
-                        if mine.is_floating_point():
-                            mine.mul_(0.9).add_(theirs, alpha=0.1)
-                schedule.step()
-                logs.append([(f"average:{k}", v.clone()) for k, v in average.state_dict().items()])
-        with torch.no_grad():
-            logs.append([("average", average(images(99))["box"])])
-        return logs
-
-    return body
-
-
 @pytest.mark.parametrize(
     ("name", "every", "set_to_none"), [("adamw", 2, True), ("adamw", 1, False), ("sgd", 1, True), ("sgd", 2, False)]
 )
@@ -664,6 +554,20 @@ def test_gradients_are_the_graphs_memory_only_while_nobody_accumulates() -> None
     assert not any(recording.backward.owns(p.grad) for p in used)
 
 
+def test_gradients_dropped_between_forward_and_backward_are_never_moved() -> None:
+    net = fresh(Small)
+    graphs = TrainGraphs(net)
+    for i in range(8):
+        loss = objective(graphs(images(i)))
+        net.zero_grad(set_to_none=True)  # as a loop that drops them as late as it can
+        loss.backward()
+        update(net)
+    (recording,) = graphs._recordings.values()
+    assert (graphs.replays, recording.handout.moved) == (5, 0)
+    objective(graphs(images(1))).backward()
+    assert recording.handout.moved > 0
+
+
 def test_two_parameters_of_one_gradient_do_not_share_memory() -> None:
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -985,3 +889,94 @@ def test_sabotaged_redoing_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -
     else:
         monkeypatch.setattr(step.rng, "restore", lambda _: None)
     assert both(Small, order(backward_twice))[0]
+
+
+# ---------------------------------------------------------------- obedience to the allowlist
+def listing(folder: Path, *, torch_version: str = torch.__version__, size: int = 8) -> Path:
+    """An allowlist with one training certificate, as evidence would give it."""
+    environment = replace(here("1.0"), torch=torch_version)
+    tried = (Tried(size, 4, "float32", ((4, 3, size, size), (4,))),)  # a batch: what the network is given, then targets
+    certificate = Certificate("zoo", "net", "detect", "training", "here", environment, tried, grade="exact", proof=("same bits",))
+    body = {"schema": SCHEMA, "environments": ["here"], "certificates": [certificate.to_dict()]}
+    path = folder / f"{len(list(folder.iterdir()))}-{FILE}"
+    path.write_text(json.dumps(body | {"checksum": checksum(json.loads(json.dumps(body)))}))
+    return path
+
+
+NET = Identity("zoo", "net", "detect", "training", "1.0")
+
+
+def test_an_unlisted_family_trains_eagerly_with_one_line(tmp_path: Path) -> None:
+    path = listing(tmp_path)
+    different, graphs, lines = both(Small, plainly, identity=replace(NET, family="other"), allowlist=path)
+    assert (different, graphs.captures, len(lines)) == ([], 0, 1)
+    assert "no certificate for family 'other', task 'detect', mode 'training' of zoo" in lines[0]
+    assert "`parity certify --zoo zoo --family other --task detect --mode training`" in lines[0]
+    different, graphs, lines = both(Small, plainly, identity=NET, allowlist=path)
+    assert (different, graphs.captures, graphs.replays, lines) == ([], 1, 5, [])
+    with pytest.raises(ValueError, match="policy='lenient'"):
+        TrainGraphs(nn.Linear(1, 1), identity=NET, allowlist=path, policy="lenient")
+
+
+GAPS = [{"torch_version": "1.0"}, {"size": 16}]
+
+
+@pytest.mark.parametrize("gap", GAPS, ids=["environment", "shape"])
+def test_what_no_certificate_covers_proves_itself(gap: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = step.Step.again
+    monkeypatch.setattr(step.Step, "again", lambda self, grads: asked.append(1) or real(self, grads))
+    path = listing(tmp_path, **gap)
+    different, graphs, lines = both(Small, plainly, identity=NET, allowlist=path)
+    assert (different, graphs.captures, graphs.replays, lines, asked) == ([], 1, 5, [], [1])
+    different, graphs, lines = both(Small, plainly, identity=NET, allowlist=path, policy="strict")
+    assert (different, graphs.captures, lines) == ([], 0, [])
+    assert any("does not validate" in why for why in graphs.eager)
+    asked.clear()
+    both(Small, plainly, identity=NET, allowlist=listing(tmp_path))
+    assert asked == []  # what it covers is trusted
+
+
+@pytest.mark.parametrize("what", ["gradients", "output", "buffer", "stream"])
+def test_a_first_use_that_fails_ends_with_eagers_numbers(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "gradients":
+        real = gradients.Handout.take
+        monkeypatch.setattr(gradients.Handout, "take", lambda self: swapped(real(self)))
+    else:
+        forward = step.Step.forward
+
+        def wrong(self: step.Step) -> list[Tensor]:
+            made = forward(self)
+            if what == "output":
+                made[0].add_(1)
+            elif what == "buffer":
+                self.recording.buffers[0].add_(1)
+            else:
+                torch.rand(1, device="cuda")
+            return made
+
+        monkeypatch.setattr(step.Step, "forward", wrong)
+    different, graphs, lines = both(Small, plainly, identity=NET, allowlist=listing(tmp_path, torch_version="1.0"))
+    assert different == []
+    assert len(lines) == 1
+    assert "was certified with torch 1.0" in lines[0]
+    told = {
+        "gradients": "2 gradients differ",
+        "output": "an output differs",
+        "buffer": "a buffer differs",
+        "stream": "the random stream",
+    }
+    assert f"did not validate: {told[what]}" in lines[0]
+    assert graphs.replays <= 1
+
+
+def test_gradients_that_eager_itself_does_not_repeat_are_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, count = step.Step.again, iter(range(100))
+
+    def noisy(self: step.Step, grads: list[Tensor | None]) -> list[Tensor | None]:
+        found = real(self, grads)
+        return [None if g is None else g + next(count) for g in found]
+
+    monkeypatch.setattr(step.Step, "again", noisy)
+    _, graphs, lines = both(Small, plainly, identity=NET, allowlist=listing(tmp_path, torch_version="1.0"))
+    assert (graphs.replays, lines) == (5, [])

@@ -79,6 +79,7 @@ class DispatchMode(TorchDispatchMode):
             if plan.copies or not plan.transfer:  # what goes from device to device by _to_copy was judged where it was asked for
                 STATE.refuse(violation(func, args, kwargs, is_marked, is_pinned))
             if not graph.captures(STATE.stream):
+                graph.foreign(plan.name)
                 graph = None  # a stream that never joined the capture: the kernel runs now and is not in the graph
         elif STATE.unsealed and not plan.blind:
             look(blocks)

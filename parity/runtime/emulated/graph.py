@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from parity.runtime.errors import CaptureRefused, StaleGraph
+from parity.runtime.legality import WRONG_STREAM
 from parity.runtime.source import user_line
 
 from .addresses import POISON, DeadRead
@@ -28,16 +30,19 @@ def graph_pool_handle() -> tuple[int, int]:
 
 
 class CUDAGraph:
-    """Besides torch's methods: ``stale``, ``warnings``, ``owns``, ``poison``.
+    """Besides torch's methods: ``stale``, ``warnings``, ``owns``, ``poison``, ``collect``.
 
     A call that a CUDA graph cannot record raises CaptureRefused where it is made; work left on a side stream raises it at the end of
     the capture. Either way the device is as it was before the capture. ``stale`` lists what the last replay read after it had died.
+    ``collect``, set before a capture, is handed every refusal instead, and the call goes on with the eager result: such a capture tells
+    all reasons at once, and ends without a graph.
     Not here: reuse of memory within a pool, kernels on wrong streams (``warnings`` names operations known for them).
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.invalidated: CaptureRefused | None = None
         self.warnings: list[str] = []
+        self.collect: Callable[[CaptureRefused], None] | None = None
         self._tape: Tape | None = None
         self._recording: Tape | None = None
         self._origin: Stream | None = None
@@ -81,7 +86,10 @@ class CUDAGraph:
         failing = error is not None and error is not self._raised_before
         refusal = self.invalidated if failing else self.invalidated or self._unjoined(self._origin)
         stream = self._origin
-        self._leave(keep=not failing and refusal is None)
+        self._leave(keep=not failing and refusal is None and self.collect is None)
+        if refusal is not None and self.collect is not None:
+            self.collect(refusal)
+            return
         if refusal is not None and not failing:  # an error on its way out tells more than ours
             leave_scope_of(stream)
             raise refusal
@@ -156,13 +164,28 @@ class CUDAGraph:
             stream.where = user_line()
             self._streams.add(stream)
         if plan.wrong_stream:
+            line = user_line()
             self.warnings.append(
                 f"{plan.name} launches kernels on the legacy default stream: a CUDA capture does not record them, and CUDA would not "
-                f"replay what this device replays; at {user_line()}"
+                f"replay what this device replays; at {line}"
             )
+            if self.collect is not None:
+                text = f"{plan.name} launches {WRONG_STREAM[plan.name]} on the legacy default stream"
+                self.collect(CaptureRefused("side-stream", text, line))
+
+    def foreign(self, name: str) -> None:
+        """An operation ran on a stream that never joined the capture."""
+        if self.collect is not None:
+            self.collect(CaptureRefused("side-stream", f"{name} runs on a stream that never joined the capture", user_line()))
 
     def knows(self, counter: Counter) -> bool:
-        return any(counter is c for c, _, _ in self._offsets)
+        """Whether the capture may draw from a generator. One that collects is told of a stranger, and goes on."""
+        known = any(counter is c for c, _, _ in self._offsets)
+        if known or self.collect is None:
+            return known
+        self.collect(CaptureRefused("rng", "a generator that is not registered with the graph", user_line()))
+        self._offsets.append((counter, counter.seed, counter.offset))
+        return True
 
     def abort(self) -> None:
         """Ends the capture under way and keeps nothing."""

@@ -41,10 +41,13 @@ class State:
         self.unsealed: dict[int, ReferenceType[Tape]] = {}  # captured, and nobody has looked at what the capture computed
 
     def refuse(self, violation: Violation | None) -> None:
-        """Raises CaptureRefused if there is a violation."""
+        """Raises CaptureRefused if there is a violation; a capture that collects is told instead, and the call goes on."""
         if violation is None or self.graph is None:
             return
         error = CaptureRefused(violation.cause, str(violation), user_line())
+        if self.graph.collect is not None:
+            self.graph.collect(error)
+            return
         if violation.invalidates:
             self.graph.invalidated = error
         raise error
