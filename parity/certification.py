@@ -12,8 +12,10 @@ from typing import Any
 from parity.judge.outcome import Outcome
 from parity.judge.verdict import SAFE
 from parity.record.evidence import EvidenceFile, evidence_path, read_evidence
+from parity.record.files import RecordError
 from parity.record.fresh import missing_or_stale
-from parity.record.line import Record, is_expected, record_of, rerun
+from parity.record.grade import cause_of, graded
+from parity.record.line import Record, is_expected, record_of, rerun, validate
 from parity.record.report import write_reports
 from parity.rows.discovery import Catalogue, DiscoveryError
 from parity.rows.row import ARMS, Row
@@ -64,7 +66,7 @@ class Tally:
 
 class Certification:
     """``rows`` judged on ``engine``; the environment is what a probing child reported. ``emulated``: the rows instead, where that is
-    the engine. ``reports`` None: nothing is written."""
+    the engine. ``controls``: whether ``with_controls`` adds to them. ``reports`` None: nothing is written."""
 
     def __init__(
         self,
@@ -73,17 +75,20 @@ class Certification:
         *,
         engine: str = "auto",
         emulated: Sequence[Row] | None = None,
+        controls: bool = False,
         reports: Path | None = None,
         shard: str = "",
         resume: bool = False,
         **options: Any,
     ) -> None:
         self.catalogue = catalogue
-        probed = probe(catalogue.sources, engine, sorted({row.zoo for row in rows}))
+        probed = probe(catalogue.sources, engine, sorted({row.zoo for row in rows} | ({CONTROLS} if controls else set())))
         self.engine: str = probed["engine"]
         self.environment: Mapping[str, Any] = probed["environment"]
         if self.engine == "emulated" and emulated is not None:
             rows = emulated
+        if controls:
+            rows = with_controls(catalogue, rows)
         self.options = Options(self.engine, catalogue.sources, **options)
         self.pool = Pool(self.options)
         self.reports = reports
@@ -100,9 +105,9 @@ class Certification:
         if self.path is None:
             raise ValueError("--resume reads what was recorded: it does not go with --no-reports")
         records = read_evidence(self.path) if self.path.exists() else []
-        due = {row.id for row, _ in missing_or_stale(self.rows, records, self.catalogue.family, self.versions)}
-        if due:  # whatever is judged is judged beside the controls
-            due |= {row.id for row in self.rows if row.zoo == CONTROLS}
+        due = {row.id for row, _ in missing_or_stale(self.rows, records, self.catalogue.declaration, self.versions)}
+        modes = {row.mode for row in self.rows if row.id in due}  # whatever is judged is judged beside the controls of its mode
+        due |= {row.id for row in self.rows if row.zoo == CONTROLS and row.mode in modes}
         wanted = {row.id for row in self.rows}
         self.kept = [r for r in records if r["id"] in wanted - due]
         self.rows = [row for row in self.rows if row.id in due]
@@ -119,8 +124,8 @@ class Certification:
 
     def suspects(self) -> set[str]:
         """Rows declared to be unsafe here."""
-        family, versions = self.catalogue.family, self.versions
-        return {r.id for r in self.rows if family(r).expectation(r, self.engine, versions.get(r.zoo, "")) is not None}
+        declared, versions = self.catalogue.declaration, self.versions
+        return {r.id for r in self.rows if declared(r).expectation(r, self.engine, versions.get(r.zoo, "")) is not None}
 
     def run(self) -> Iterator[Record]:
         """Judges the rows and yields each record once it is on disk. Whatever interrupts it, what was yielded is kept and reported."""
@@ -138,15 +143,15 @@ class Certification:
 
     def _record(self, outcome: Outcome) -> Record:
         row = Row.parse(outcome.row)
-        record = record_of(
-            outcome,
-            row,
-            self.catalogue.family(row),
-            self.engine,
-            self.versions.get(row.zoo, ""),
-            rerun(row, self.engine, self.catalogue.sources),
-            environment=self.environment,
-        )
+        command = rerun(row, self.engine, self.catalogue.sources)
+        version = self.versions.get(row.zoo, "")
+        try:
+            record = record_of(
+                outcome, row, self.catalogue.declaration(row), self.engine, version, command, environment=self.environment
+            )
+            validate(record)
+        except (ValueError, TypeError) as error:
+            raise RecordError(f"{row.id}: what the judge said of it is no evidence: {error}; judge it again with: {command}") from error
         if self.file is not None:
             self.file.append(record)
         self.tally.add(record)
@@ -163,22 +168,40 @@ class Certification:
 
 
 def with_controls(catalogue: Catalogue, rows: Sequence[Row]) -> list[Row]:
-    """The rows with every control before them; a catalogue without controls is an error: nothing would prove that checks can fail."""
+    """The rows with every control of their modes before them; a catalogue without such controls is an error: nothing would prove that
+    checks can fail.
+    """
     if any(row.zoo == CONTROLS for row in rows):
         return list(rows)
     arms = [a for a in ARMS if a != "eager"]
-    controls = [r for f in catalogue.zoo(CONTROLS).families for r in f.rows() if r.arm in arms]
-    if not controls:
-        raise DiscoveryError("the zoo 'controls' declares no row: a run without must-fail controls certifies nothing")
-    return [*controls, *rows]
+    every = [r for f in catalogue.zoo(CONTROLS).families for r in f.rows() if r.arm in arms]
+    modes = {row.mode for row in rows}
+    if lacking := sorted(modes - {r.mode for r in every}):
+        told = f"the zoo 'controls' declares no row of mode {' and '.join(lacking)}"
+        raise DiscoveryError(f"{told}: a run without must-fail controls certifies nothing")
+    return [*(r for r in every if r.mode in modes), *rows]
+
+
+def screened(rows: Sequence[Row], modes: Sequence[str] = (), arms: Sequence[str] = ()) -> list[Row]:
+    """What `parity certify` judges of a selection on the emulated engine: of ``screened_modes`` the arm ``graphed``, unless arms were
+    named; all of it where that would leave nothing. Controls have every arm.
+    """
+    chosen = screened_modes(rows, modes)
+    return [r for r in chosen if arms or r.arm == "graphed" or r.zoo == CONTROLS] or chosen
+
+
+def screened_modes(rows: Sequence[Row], modes: Sequence[str] = ()) -> list[Row]:
+    """Inference, unless modes were named or there is nothing else: a training row takes minutes without a GPU."""
+    return [r for r in rows if modes or r.mode == "inference"] or list(rows)
 
 
 def line(record: Record) -> str:
-    """One line for a person: verdict, row, cause, place."""
-    cause = "" if record["verdict"] in SAFE else f"  {record['cause']}"
+    """One line for a person: verdict, and of training the class, row, cause, proof, place."""
+    cause = f"  {cause_of(record)}" if cause_of(record) else ""
+    proof = f"  proved by {', '.join(record['proof'])}" if record.get("proof") else ""
     where = f"  {record['where']}" if record["where"] else ""
     mark = "" if is_expected(record) else f"  (expected {record['expected']})"
-    return f"{record['verdict']:<13} {record['id']}{cause}{where}{mark}"
+    return f"{graded(record):<13} {record['id']}{cause}{proof}{where}{mark}"
 
 
 def explanation(record: Record) -> str:
@@ -193,7 +216,7 @@ def explanation(record: Record) -> str:
     )
     return "\n".join(
         [
-            f"{record['id']} is {record['verdict']} ({record['cause'] or 'no cause needed'}), expected {declared}",
+            f"{record['id']} is {graded(record)} ({cause_of(record) or 'no cause needed'}), expected {declared}",
             f"  check:   {record['check'] or '-'}: {detail or '-'}",
             f"  where:   {record['where'] or '-'}",
             f"  again:   {record['command']}",

@@ -1,4 +1,4 @@
-"""The command line: ``parity list | certify | gate | report | diff``. Also ``python -m parity``.
+"""The command line: ``parity list | certify | explain | gate | report | diff | bench``. Also ``python -m parity``.
 
 Exit codes: 0 as expected; 1 a difference that somebody must look at; 2 the run itself is not to be trusted (a control survived, no
 device where one was demanded, no baseline, bad arguments).
@@ -15,7 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from parity.certification import Certification, with_controls
+from parity.bench import bench
+from parity.certification import Certification, screened, with_controls
+from parity.explain import explain
 from parity.progress import Progress, print_summary
 from parity.record import diff as differences
 from parity.record import gate as gates
@@ -32,7 +34,7 @@ from parity.run.nursery import RunError
 from parity.runtime.allowlist import FILE, Allowlist, AllowlistError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
-console = Console(stderr=True)
+console = Console(stderr=True, emoji=False)
 
 Names = list[str]
 Zoo = Annotated[Names, typer.Option("--zoo", help="Exact zoo; repeatable.")]
@@ -40,6 +42,9 @@ FamilyName = Annotated[Names, typer.Option("--family", help="Exact family; repea
 Task = Annotated[Names, typer.Option("--task", help="Exact task; repeatable.")]
 Mode = Annotated[Names, typer.Option("--mode", help="inference or training; repeatable.")]
 ArmName = Annotated[Names, typer.Option("--arm", help="eager, bare, graphed or native; repeatable.")]
+Dtype = Annotated[
+    Names, typer.Option("--dtype", help="float16, bfloat16 or float32: what autocast casts to in a training row; repeatable.")
+]
 Size = Annotated[str, typer.Option("--size", help="recommended, native, all, or an edge in pixels.")]
 Boundary = Annotated[str | None, typer.Option("--boundary", help="Only rows cut there, such as 'whole'.")]
 EngineName = Annotated[str, typer.Option("--engine", help="cuda, emulated, or auto: cuda where a child finds a device.")]
@@ -62,14 +67,14 @@ def _print(value: Any) -> None:
 @app.command("list")
 def list_rows(
     zoo: Zoo = [], family: FamilyName = [], task: Task = [], mode: Mode = [], arm: ArmName = [],  # noqa: B006
-    size: Size = "all", boundary: Boundary = None, families: Families = [], as_json: AsJson = False,  # noqa: B006
+    dtype: Dtype = [], size: Size = "all", boundary: Boundary = None, families: Families = [], as_json: AsJson = False,  # noqa: B006
 ) -> None:  # fmt: skip
     """Every row that is declared, and what it is expected to be.
 
     Example: parity list --zoo libreyolo --family yolo9
     """
     catalogue = discover(sources_of(families))
-    rows = catalogue.select(Selection(tuple(zoo), tuple(family), tuple(task), tuple(mode), tuple(arm), size, boundary))
+    rows = catalogue.select(_selection(zoo, family, task, mode, arm, dtype, size, boundary))
     if as_json:
         _print([{"id": row.id, "expected": _expected(catalogue, row)} for row in rows])
         return
@@ -77,11 +82,17 @@ def list_rows(
         typer.echo(f"{row.id}  {_expected(catalogue, row)}".rstrip())
 
 
+def _selection(
+    zoo: Names, family: Names, task: Names, mode: Names, arm: Names, dtype: Names, size: str, boundary: str | None = None
+) -> Selection:
+    return Selection(tuple(zoo), tuple(family), tuple(task), tuple(mode), tuple(arm), size, boundary, tuple(dtype))
+
+
 def _expected(catalogue: Catalogue, row: Row) -> str:
-    family = catalogue.family(row)
+    family = catalogue.declaration(row)
     if family.unavailable:
         return f"unavailable: {family.unavailable}"
-    declared = family.expected.get(row.arm, ())
+    declared = (e for e in family.expected.get(row.arm, ()) if not e.dtypes or row.settings.dtype in e.dtypes)
     return "; ".join(f"{e.verdict}/{e.cause or 'any cause'}: {e.reason}" for e in declared if e.boundary == row.settings.boundary)
 
 
@@ -89,7 +100,8 @@ def _expected(catalogue: Catalogue, row: Row) -> str:
 def certify(
     cases: Annotated[list[str] | None, typer.Argument(help="Case files (*.py). They are executed.")] = None,
     zoo: Zoo = [], family: FamilyName = [], task: Task = [], mode: Mode = [], arm: ArmName = [],  # noqa: B006
-    size: Size = "recommended", boundary: Boundary = None, engine: EngineName = "auto", families: Families = [],  # noqa: B006
+    dtype: Dtype = [], size: Size = "recommended", boundary: Boundary = None,  # noqa: B006
+    engine: EngineName = "auto", families: Families = [],  # noqa: B006
     reports: Reports = Path("reports"),
     no_reports: Annotated[bool, typer.Option("--no-reports", help="Leave reports/ untouched.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Only rows without evidence, or whose evidence is stale.")] = False,
@@ -101,7 +113,8 @@ def certify(
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Judge rows and record the evidence. Must-fail controls run along; one that survives voids the run. On the emulated engine,
-    which only screens, the arm is `graphed` unless others are named.
+    which only screens, the arm is `graphed` unless others are named, and the mode is inference unless --mode names training; on a GPU
+    both modes are judged.
 
     Examples:
 
@@ -109,18 +122,19 @@ def certify(
 
       parity certify --family yolo9 --arm native         one family, one way to run it
 
+      parity certify --zoo libreyolo --mode training     its training steps: fp16, bf16 and fp32
+
       parity certify my_case.py --json                   one module of yours, the bare arm first
     """
     if unknown := [c for c in cases or [] if not c.endswith(".py")]:
         raise DiscoveryError(f"{unknown[0]}: not a case file (*.py); families are named with --family")
     catalogue = discover(sources_of(families, cases or []))
-    zoos = (CASE,) if cases and not zoo else tuple(zoo)
-    selection = Selection(zoos, tuple(family), tuple(task), tuple(mode), tuple(arm), size, boundary)
-    rows = catalogue.select(selection)
+    zoos = [CASE] if cases and not zoo else zoo
+    rows = catalogue.select(_selection(zoos, family, task, mode, arm, dtype, size, boundary))
     quiet_reports = no_reports or bool(cases)  # a case belongs to nobody's support matrix
-    screened = rows if arm or cases else [row for row in rows if row.arm == "graphed"] or rows
+    emulated = rows if cases else screened(rows, mode, arm)
     run = Certification(
-        catalogue, with_controls(catalogue, rows), engine=engine, emulated=with_controls(catalogue, screened),
+        catalogue, rows, engine=engine, emulated=emulated, controls=True,
         reports=None if quiet_reports else reports, shard=shard, resume=resume, slots=slots, timeout=timeout, seed=seed,
         isolation=isolation,
     )  # fmt: skip
@@ -131,13 +145,16 @@ def certify(
     except KeyboardInterrupt:
         console.print(f"interrupted: {len(run.tally.records)} finished rows are kept; `--resume` runs the others", markup=False)
         raise typer.Exit(130) from None
-    wanted = {row.id for row in (screened if run.engine == "emulated" else rows)}
+    wanted = {row.id for row in (emulated if run.engine == "emulated" else rows)}
     if as_json:
         order = {"bare": 0, "graphed": 1, "native": 2, "eager": 3}
         chosen = sorted((r for r in run.tally.records if r["id"] in wanted), key=lambda r: (r["family"], order[r["arm"]]))
         _print(chosen)
     print_summary(console, run, wanted)
     raise typer.Exit(run.tally.exit_code)
+
+
+app.command()(explain)
 
 
 @app.command()
@@ -175,16 +192,17 @@ def report(
 def gate(
     evidence: Annotated[Path | None, typer.Argument(help="Evidence to check; default: every file of --reports.")] = None,
     zoo: Zoo = [], family: FamilyName = [], task: Task = [], mode: Mode = [], arm: ArmName = [],  # noqa: B006
-    size: Size = "recommended", families: Families = [], reports: Reports = Path("reports"),  # noqa: B006
+    dtype: Dtype = [], size: Size = "recommended", families: Families = [], reports: Reports = Path("reports"),  # noqa: B006
     allowlist: Annotated[Path | None, typer.Option("--allowlist", help="Default: the one in --reports.")] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Compare evidence with the committed allowlist: regressions, unlisted successes, missing rows and zero captures all fail.
+    """Compare evidence with the committed allowlist: regressions, unlisted successes, missing rows and zero captures all fail;
+    of training also another class and a weaker proof.
 
     Example: parity gate out/evidence/nvidia-h200-sm90-torch2.11.0-cu130.jsonl --zoo libreyolo
     """
     catalogue = discover(sources_of(families))
-    chosen = catalogue.select(Selection(tuple(zoo), tuple(family), tuple(task), tuple(mode), tuple(arm), size))
+    chosen = catalogue.select(_selection(zoo, family, task, mode, arm, dtype, size))
     rows = with_controls(catalogue, chosen)  # a control that survived says that nothing beside it counts
     held = Allowlist.load(allowlist or reports / FILE)
     if evidence is not None:
@@ -194,7 +212,8 @@ def gate(
     findings = []
     for records in groups.values():
         versions = {r["zoo"]: r["zoo_version"] for r in records}
-        stale = {row.id: why for row, why in missing_or_stale(rows, records, catalogue.family, versions) if why != "no evidence yet"}
+        due = missing_or_stale(rows, records, catalogue.declaration, versions)
+        stale = {row.id: why for row, why in due if why != "no evidence yet"}
         findings += gates.gate(records, held, rows, stale=stale)
     if as_json:
         _print([f.to_dict() for f in findings])
@@ -217,6 +236,9 @@ def diff(old: Path, new: Path, as_json: AsJson = False) -> None:
     else:
         typer.echo(differences.render_diff(changes))
     raise typer.Exit(differences.exit_code(changes))
+
+
+app.command()(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

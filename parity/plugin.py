@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.certification import Certification, explanation, with_controls
+from parity.certification import Certification, explanation, screened_modes
 from parity.record.files import RecordError
 from parity.record.line import Record, is_expected, rerun
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover, usual_sources
@@ -24,8 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("zoo", "exact name of a zoo"),
         ("family", "exact name of a family (-k ec would also take every 'detect')"),
         ("task", "exact name of a task"),
-        ("mode", "inference or training"),
+        ("mode", "inference or training (screened beside inference only if named)"),
         ("arm", "eager, bare, graphed or native"),
+        ("dtype", "float16, bfloat16 or float32: of the settings"),
     ):
         group.addoption(f"--{name}", action="append", default=[], metavar="NAME", help=f"{text}; may be given several times")
     group.addoption("--size", default="recommended", help="recommended, native, all, or an edge in pixels")
@@ -50,6 +51,7 @@ def selection_of(config: pytest.Config) -> Selection:
         several("arm"),
         config.getoption("--size"),
         config.getoption("--boundary"),
+        several("dtype"),
     )
 
 
@@ -97,7 +99,9 @@ def _row(item: pytest.Item) -> Row | None:
 
 
 class Matrix:
-    """Judges all selected rows in parallel, and hands each test the record of its row once it is there."""
+    """Judges all selected rows in parallel, and hands each test the record of its row once it is there.
+
+    ``left``: ids of rows that are not judged, since the engine is emulated and training was not asked for."""
 
     def __init__(self, config: pytest.Config, rows: list[Row]) -> None:
         reports = config.getoption("--reports")
@@ -105,10 +109,13 @@ class Matrix:
             catalogue_of(config),
             rows,
             engine=config.getoption("--engine"),
+            emulated=screened_modes(rows, config.getoption("--mode")),
+            controls=True,
             reports=Path(reports) if reports else None,
             timeout=config.getoption("--row-timeout"),
             slots=config.getoption("--slots"),
         )
+        self.left = {row.id for row in rows} - {row.id for row in self.run.rows}
         self.records: dict[str, Record] = {}
         self._stream: Iterator[Record] = self.run.run()
 
@@ -136,7 +143,7 @@ def matrix(request: pytest.FixtureRequest) -> Iterator[Matrix]:
     rows = [row for item in request.session.items if (row := _row(item)) is not None]
     config = request.config
     try:
-        made = Matrix(config, with_controls(catalogue_of(config), rows))
+        made = Matrix(config, rows)
     except (RunError, RecordError, DiscoveryError) as error:
         pytest.exit(f"parity: {error}", returncode=2)  # nothing can be judged: no test is to blame
     config.stash[_MATRIX] = made
@@ -167,6 +174,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def judge(row: Row, matrix: Matrix) -> None:
     """What the test of one row asserts: its verdict is the declared one."""
     __tracebackhide__ = True
+    if row.id in matrix.left:
+        pytest.skip("beside rows of inference, training is screened where `--mode training` asks for it too")
     record = matrix.record(row)
     if record["verdict"] == "unavailable":
         pytest.skip(record["message"] or "unavailable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from types import TracebackType
 
 from rich.console import Console
@@ -11,7 +12,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from parity.certification import CONTROLS, Certification, explanation, line
+from parity.judge.outcome import CLASSES
 from parity.judge.verdict import VERDICTS
+from parity.record.grade import graded
 from parity.record.line import Record, is_expected
 
 
@@ -20,7 +23,7 @@ class Progress:
 
     def __init__(self, console: Console, total: int, engine: str) -> None:
         self.console = console
-        self.verdicts: Counter[str] = Counter()
+        self.records: list[Record] = []
         self.bar = Bar(
             TextColumn(f"{engine}"),
             BarColumn(),
@@ -41,24 +44,27 @@ class Progress:
         self.bar.__exit__(kind, error, trace)
 
     def advance(self, record: Record) -> None:
-        self.verdicts[record["verdict"]] += 1
-        told = ", ".join(f"{self.verdicts[v]} {v}" for v in VERDICTS if self.verdicts[v])
-        self.bar.update(self.task, advance=1, description=told)
+        self.records.append(record)
+        self.bar.update(self.task, advance=1, description=counted(self.records))
         if not self.console.is_terminal or not is_expected(record):
             self.console.print(line(record), markup=False, highlight=False, soft_wrap=True)
 
 
+def counted(records: Iterable[Record]) -> str:
+    """How many of each verdict, in their order, those of training by class: ``2 certified (exact), 1 wrong``."""
+    found = Counter((VERDICTS.index(r["verdict"]), CLASSES.index(r["class"]) if r.get("class") else -1, graded(r)) for r in records)
+    return ", ".join(f"{count} {word}" for (_, _, word), count in sorted(found.items()))
+
+
 def print_summary(console: Console, run: Certification, wanted: set[str]) -> None:
-    """Verdicts by zoo and arm, then every record that is not as expected, then what the run means."""
+    """Verdicts by zoo, mode and arm, then every record that is not as expected, then what the run means."""
     console.print(f"{run.engine} engine" + ("" if run.engine == "cuda" else ": screened, not certified"), style="italic")
-    table = Table("zoo", "arm", "rows", "verdicts", "not as declared")
-    by_arm: dict[tuple[str, str], list[Record]] = {}
+    table = Table("zoo", "mode", "arm", "rows", "verdicts", "not as declared")
+    by_arm: dict[tuple[str, str, str], list[Record]] = {}
     for record in run.tally.records:
-        by_arm.setdefault((record["zoo"], record["arm"]), []).append(record)
-    for (zoo, arm), records in sorted(by_arm.items()):
-        verdicts = Counter(r["verdict"] for r in records)
-        told = ", ".join(f"{verdicts[v]} {v}" for v in VERDICTS if verdicts[v])
-        table.add_row(zoo, arm, str(len(records)), told, str(sum(not is_expected(r) for r in records) or ""))
+        by_arm.setdefault((record["zoo"], record["mode"], record["arm"]), []).append(record)
+    for (zoo, mode, arm), records in sorted(by_arm.items()):
+        table.add_row(zoo, mode, arm, str(len(records)), counted(records), str(sum(not is_expected(r) for r in records) or ""))
     console.print(table)
     for record in run.tally.unexpected:
         console.print(explanation(record), markup=False, highlight=False, soft_wrap=True)

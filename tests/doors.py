@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parity.judge.outcome import Check, Outcome
+from parity.judge.outcome import TRAINING_CHECKS, Check, Outcome
 from parity.rows.row import Row
 from parity.run.isolate import Options
 from parity.run.nursery import NoDevice
@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 MODELS = """
 from parity.rows.family import Expect, Family, Input, Subject, Zoo
+from parity.rows.training import Training, TrainSubject
 
 def build(kind):
     def make(settings):
@@ -44,6 +45,19 @@ def warm():
 def family(name, kind, zoo, task="detect", arms=("bare", "graphed"), **more):
     return Family(zoo, name, task, build(kind), inputs, arms=arms, **more)
 
+def train(settings):
+    import torch
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    return TrainSubject(module, module, lambda forward, x, y: (forward(x).float() - y).square().mean())
+
+def draw(settings, probe, seed):
+    import torch
+    generator = torch.Generator().manual_seed(seed + ord(probe))
+    return tuple(torch.rand(settings.batch, n, generator=generator) for n in (4, 1))
+
+def training(name, zoo, task="detect", **more):
+    return Training(zoo, name, task, train, draw, **more)
+
 def wrong(cause="python-counter"):
     expect = Expect("wrong", "scales every result by a Python counter", cause, check="replay")
     return {"bare": (expect,), "graphed": (expect,)}
@@ -61,12 +75,21 @@ ZOO = Zoo("small", "torch", "pip install torch", (
     family("gone", "plain", "small", unavailable="its weights need the network"),
 ), warm, lambda: "1.0")
 """
+TRAINED = """
+    training("healthy", "small"),
+    training("noisy", "small", arms=("graphed",)),
+    training("unproven", "small", arms=("graphed",), dtypes=("float32",)),
+"""
+TRAINED_CONTROLS = """
+    training("must_drop", "controls", "sabotaged", dtypes=("float32",), arms=("bare",), expected=wrong()),
+    training("must_train", "controls", "healthy", dtypes=("float32",), arms=("graphed",)),
+"""
 CONTROLS = """
 from ._models import *
 
 ZOO = Zoo("controls", "torch", "pip install torch", (
     family("must_fail", {must_fail!r}, "controls", "sabotaged", ("bare",), expected=wrong()),
-    family("must_pass", "plain", "controls", "healthy", ("graphed",)),
+    family("must_pass", "plain", "controls", "healthy", ("graphed",)),{trained}
 ), warm, lambda: "1.0")
 """
 CASE = """
@@ -82,17 +105,21 @@ def build():
 def probes(device):
     return (torch.rand(1, 8).to(device),), (torch.randn(1, 8).to(device),)
 """
-COUNTING = ("known", "sabotaged", "must_fail")
+COUNTING = ("known", "sabotaged", "must_fail", "must_drop")
+NOISE = ("cudnn-deterministic", "math-sdpa")
 
 
-def write_families(folder: Path, name: str = "families", *, survivor: bool = False, extra: str = "") -> Path:
-    """``folder/name``; ``survivor``: the control that must fail does not. ``extra``: more families of the small zoo."""
+def write_families(folder: Path, name: str = "families", *, survivor: bool = False, extra: str = "", training: bool = False) -> Path:
+    """``folder/name``; ``survivor``: the control that must fail does not. ``extra``: more families of the small zoo. ``training``: it
+    and the controls have rows of training too.
+    """
     made = folder / name
     made.mkdir()
     (made / "__init__.py").write_text("")
     (made / "_models.py").write_text(MODELS)
-    (made / "small.py").write_text(SMALL.replace("), warm", f"{extra}), warm"))
-    (made / "controls.py").write_text(CONTROLS.format(must_fail="plain" if survivor else "counts"))
+    (made / "small.py").write_text(SMALL.replace("), warm", f"{extra}{TRAINED if training else ''}), warm"))
+    controls = CONTROLS.format(must_fail="plain" if survivor else "counts", trained=TRAINED_CONTROLS if training else "")
+    (made / "controls.py").write_text(controls)
     return made
 
 
@@ -106,12 +133,28 @@ def outcome_of(row: Row, survivor: bool = False) -> Outcome:
     """What the judge would say of a row of the small zoo."""
     if row.family == "gone":
         return Outcome(row.id, "unavailable", message="its weights need the network")
+    if row.mode == "training":
+        return _trained(row, survivor)
     if row.family in COUNTING and not survivor:
         check = Check("replay", "failed", "call B: output: 4 of 4 elements", "python-counter", "_models.py:20 return x * self.calls")
         return Outcome(row.id, "judged", (Check("capture", "passed"), check), captures=1, replays=2)
     return Outcome(
         row.id, "judged", (Check("capture", "passed"), Check("replay", "passed")), captures=1, replays=5, seconds={"arm": 1.0}
     )
+
+
+def _trained(row: Row, survivor: bool) -> Outcome:
+    """Noise is of class eager_noise; what counts drops a gradient; all else is exact."""
+    failed = {"unproven": "proof", **dict.fromkeys(() if survivor else COUNTING, "replay")}.get(row.family, "")
+    checks = [Check(name, "passed") for name in TRAINING_CHECKS]
+    told = {"class": "exact", "proof": [], "cause": "", "tensors": [0, 4], "seam": "the whole network"}
+    if row.family == "noisy":
+        told |= {"class": "eager_noise", "proof": list(NOISE), "cause": "nondeterministic-kernel", "tensors": [3, 4]}
+    if failed:
+        told["class"] = ""
+        cause = "unknown" if failed == "proof" else "python-counter"
+        checks = [c for c in checks if c.name not in (failed, "trajectory")] + [Check(failed, "failed", "3 of 4 differ", cause)]
+    return Outcome(row.id, "judged", tuple(checks), captures=1, replays=9, seconds={"arm": 2.0}, training=told)
 
 
 class FakePool:

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity import certification
-from parity.certification import Certification, explanation, groups_of, line, rerun, shard_of, with_controls
+from parity.certification import Certification, explanation, groups_of, line, rerun, screened, shard_of, with_controls
+from parity.judge.outcome import Outcome
 from parity.record.evidence import read_evidence
+from parity.record.files import RecordError
 from parity.record.line import record_of
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover
 from parity.rows.row import ARMS, Row, Settings
@@ -38,12 +40,23 @@ def catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Catal
         del sys.modules[name]
 
 
+@pytest.fixture
+def trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Catalogue]:
+    """The small zoo with rows of training."""
+    monkeypatch.setattr(certification, "Pool", FakePool)
+    monkeypatch.setattr(certification, "probe", fake_probe)
+    monkeypatch.setattr(FakePool, "judged", [])
+    yield discover([write_families(tmp_path, "small_zoos", training=True)])
+    for name in [n for n in sys.modules if n.split(".")[0] == "small_zoos"]:
+        del sys.modules[name]
+
+
 def select(catalogue: Catalogue, *families: str) -> list[Row]:
     return catalogue.select(Selection(families=families))
 
 
 def record(catalogue: Catalogue, row: Row) -> dict[str, Any]:
-    return record_of(outcome_of(row), row, catalogue.family(row), "emulated", "1.0", rerun(row, "emulated"))
+    return record_of(outcome_of(row), row, catalogue.declaration(row), "emulated", "1.0", rerun(row, "emulated"))
 
 
 # ---- groups and shards
@@ -94,6 +107,50 @@ def test_a_catalogue_without_controls_certifies_nothing(catalogue: Catalogue) ->
     bare = Catalogue(tuple(z for z in catalogue.zoos if z.name != "controls"), ())
     with pytest.raises(DiscoveryError, match="no zoo is called 'controls'"):
         with_controls(bare, rows)
+
+
+def test_controls_of_the_modes_that_are_judged_come_along(trains: Catalogue) -> None:
+    def controls(*modes: str) -> set[str]:
+        rows = [r for r in select(trains, "healthy") if r.mode in modes]
+        return {r.family for r in with_controls(trains, rows) if r.zoo == "controls"}
+
+    inference, training = {"must_fail", "must_pass"}, {"must_drop", "must_train"}
+    assert controls("inference") == inference
+    assert controls("training") == training
+    assert controls("inference", "training") == inference | training
+
+
+def test_training_without_controls_of_training_certifies_nothing(catalogue: Catalogue) -> None:
+    rows = [Row("small", "healthy", "detect", "training")]
+    with pytest.raises(DiscoveryError, match="the zoo 'controls' declares no row of mode training: a run without must-fail controls"):
+        with_controls(catalogue, rows)
+
+
+def test_controls_are_asked_for_of_the_modes_that_the_engine_judges(catalogue: Catalogue) -> None:
+    """A zoo whose controls know no training is screened as before; its training is not judged without any."""
+    rows = select(catalogue, "healthy")
+    trained = Row("small", "healthy", "detect", "training", Settings(0, 2, "float16"))
+    run = Certification(catalogue, [*rows, trained], emulated=screened([*rows, trained]), controls=True)
+    assert {(r.zoo, r.mode) for r in run.rows} == {("controls", "inference"), ("small", "inference")}
+    with pytest.raises(DiscoveryError, match="declares no row of mode training"):
+        Certification(catalogue, [*rows, trained], controls=True)
+
+
+def test_what_the_emulated_engine_judges(trains: Catalogue) -> None:
+    every = trains.select(Selection(zoos=("small",)))
+
+    def kinds(rows: list[Row]) -> set[tuple[str, str]]:
+        return {(r.mode, r.arm) for r in rows}
+
+    assert kinds(screened(every)) == {("inference", "graphed")}
+    assert kinds(screened(every, modes=("training",))) == {("inference", "graphed"), ("training", "graphed")}  # chosen before
+    assert kinds(screened(every, arms=("bare",))) == {("inference", "bare"), ("inference", "graphed")}
+    training = [r for r in every if r.mode == "training"]
+    assert kinds(screened(training)) == {("training", "graphed")}, "where nothing else was chosen"
+    native = [r for r in training if r.arm == "native"]
+    assert screened(native) == native
+    controls = trains.select(Selection(zoos=("controls",)))
+    assert {r.family for r in screened([*controls, *every])} >= {"must_fail", "must_pass"}, "whatever their arm"
 
 
 # ---- runs
@@ -158,6 +215,52 @@ def test_resuming_judges_stale_rows_again_and_counts_the_others(catalogue: Catal
     assert run.tally.exit_code == 1  # the sabotaged one is remembered
 
 
+def test_resuming_one_mode_does_not_wake_the_controls_of_the_other(trains: Catalogue, tmp_path: Path) -> None:
+    rows = with_controls(trains, select(trains, "healthy"))
+    list(Certification(trains, [r for r in rows if r.id != "small/healthy/detect/training/b2-float16/graphed"], reports=tmp_path).run())
+    FakePool.judged.clear()
+    list(Certification(trains, rows, reports=tmp_path, resume=True).run())
+    assert {Row.parse(i).mode for i in FakePool.judged} == {"training"}
+    assert {Row.parse(i).family for i in FakePool.judged} == {"must_drop", "must_train", "healthy"}
+
+
+def test_training_rows_are_recorded_with_class_and_proof(trains: Catalogue, tmp_path: Path) -> None:
+    run = Certification(trains, with_controls(trains, select(trains, "noisy")), reports=tmp_path)
+    assert list(run.run())
+    assert run.tally.exit_code == 0
+    assert run.path is not None
+    found = {r["family"]: (r["class"], r["proof"], r["tensors"]) for r in read_evidence(run.path)}
+    assert found == {
+        "noisy": ("eager_noise", ["cudnn-deterministic", "math-sdpa"], [3, 4]),
+        "must_train": ("exact", [], [0, 4]),
+        "must_drop": ("", [], [0, 4]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ({"class": "one_ulp", "proof": []}, "of class one_ulp without a proof"),
+        ({"class": "nearly", "proof": ["a"]}, "of class 'nearly'"),
+        ({}, "of class ''"),
+    ],
+)
+def test_an_outcome_that_is_no_evidence_names_its_row_and_the_command(
+    trains: Catalogue, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: dict[str, Any], why: str
+) -> None:
+    row = next(r for r in select(trains, "noisy") if r.settings.dtype == "float16")
+    said = Outcome.from_dict(outcome_of(row).to_dict() | {"training": says})
+    monkeypatch.setattr("doors.outcome_of", lambda *_: said)
+    run = Certification(trains, [row], reports=tmp_path)
+    with pytest.raises(RecordError) as caught:
+        list(run.run())
+    assert str(caught.value).startswith(f"{row.id}: what the judge said of it is no evidence: ")
+    assert why in str(caught.value)
+    assert str(caught.value).endswith(f"judge it again with: {rerun(row, 'emulated', trains.sources)}")
+    assert run.path is not None
+    assert read_evidence(run.path) == []
+
+
 def test_resuming_without_reports_is_refused(catalogue: Catalogue) -> None:
     with pytest.raises(ValueError, match="it does not go with --no-reports"):
         Certification(catalogue, select(catalogue, "healthy"), resume=True)
@@ -192,34 +295,34 @@ def test_seconds_of_the_last_run_are_the_hints_of_the_next(catalogue: Catalogue,
 # ---- words
 
 
-def test_the_command_judges_the_row_alone(catalogue: Catalogue) -> None:
+def test_the_command_judges_the_row_alone(trains: Catalogue) -> None:
     row = Row("zoo", "yolox", "detect", settings=Settings(640, boundary="whole"), arm="native")
-    words = shlex.split(rerun(row, "cuda"))
-    assert (
-        " ".join(words)
-        == "parity certify --zoo zoo --family yolox --task detect --arm native --size 640 --boundary whole --engine cuda"
+    assert rerun(row, "cuda") == (
+        "parity certify --zoo zoo --family yolox --task detect --mode inference --arm native --size 640 --boundary whole --engine cuda"
     )
-    for one in catalogue.select(Selection()):
+    trained = Row("zoo", "fomo", "point", "training", Settings(96, 2, "bfloat16"), "graphed")
+    assert rerun(trained, "cuda") == (
+        "parity certify --zoo zoo --family fomo --task point --mode training --arm graphed --dtype bfloat16 --size 96 --engine cuda"
+    )
+    every = trains.select(Selection())
+    assert {row.mode for row in every} == {"inference", "training"}
+    for one in every:
         options = dict(zip(*[iter(shlex.split(rerun(one, "cuda"))[2:])] * 2, strict=True))
-        chosen = Selection(
-            (options["--zoo"],),
-            (options["--family"],),
-            (options["--task"],),
-            (),
-            (options["--arm"],),
-            options.get("--size", "recommended"),
-        )
-        assert catalogue.select(chosen) == [one]
+        named = [tuple(filter(None, [options.get(f"--{name}")])) for name in ("zoo", "family", "task", "mode", "arm", "dtype")]
+        chosen = Selection(*named[:5], size=options.get("--size", "recommended"), dtypes=named[5])
+        assert trains.select(chosen) == [one]
 
 
 def test_the_command_names_a_case_file_and_a_folder_that_is_not_the_usual_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here, there, case = str(tmp_path / "families"), str(tmp_path / "my zoos"), str(tmp_path / "mine.py")
     row = Row("zoo", "f", "t", arm="bare")
-    assert rerun(row, "cuda", [here]) == "parity certify --zoo zoo --family f --task t --arm bare --engine cuda"
+    assert rerun(row, "cuda", [here]) == "parity certify --zoo zoo --family f --task t --mode inference --arm bare --engine cuda"
     assert rerun(row, "cuda", [there, "entry-points"]).endswith(f"--arm bare --families '{there}' --engine cuda")
     judged = Row("case", "mine", "inference", arm="bare")
     assert rerun(judged, "cuda", [here, case]) == f"parity certify {case} --arm bare --engine cuda"
+    trained = Row("case", "mine", "training", "training", arm="bare")
+    assert rerun(trained, "cuda", [here, case]) == f"parity certify {case} --arm bare --dtype float32 --engine cuda"
 
 
 def test_an_explanation_says_why_where_how_again_and_what_to_do(catalogue: Catalogue) -> None:
@@ -229,7 +332,7 @@ def test_an_explanation_says_why_where_how_again_and_what_to_do(catalogue: Catal
         "small/sabotaged/detect/inference/b1-float32/bare is wrong (python-counter), expected screened",
         "  check:   replay: call B: output: 4 of 4 elements",
         "  where:   _models.py:20 return x * self.calls",
-        "  again:   parity certify --zoo small --family sabotaged --task detect --arm bare --engine emulated",
+        "  again:   parity certify --zoo small --family sabotaged --task detect --mode inference --arm bare --engine emulated",
         "  If this verdict is right and known, declare it with a reason in the family's `expected`.",
     ]
 
@@ -246,3 +349,17 @@ def test_a_line_marks_what_was_not_expected(catalogue: Catalogue) -> None:
     assert line(record(catalogue, sabotaged)).endswith("(expected screened)")
     assert "(expected" not in line(record(catalogue, known))
     assert line(record(catalogue, known)).split()[:3] == ["wrong", known.id, "python-counter"]
+
+
+def test_a_line_and_an_explanation_of_training_tell_class_cause_and_proof(trains: Catalogue) -> None:
+    noisy = next(r for r in select(trains, "noisy") if r.settings.dtype == "bfloat16")
+    told = line(record(trains, noisy))
+    assert told == f"screened (eager_noise) {noisy.id}  nondeterministic-kernel  proved by cudnn-deterministic, math-sdpa"
+    (unproven,) = select(trains, "unproven")
+    assert line(record(trains, unproven)) == f"unproven      {unproven.id}  unknown  (expected screened)"
+    lines = explanation(record(trains, unproven)).splitlines()
+    assert lines[0] == f"{unproven.id} is unproven (unknown), expected screened"
+    assert lines[3] == (
+        "  again:   parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32 "
+        "--engine emulated"
+    )

@@ -31,14 +31,18 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     write_families(tmp_path, "small_zoos")
+    write_families(tmp_path, "trained_zoos", training=True)
 
     def run(*words: str) -> tuple[int, str, str]:
         code = main(list(words))
         told = capfd.readouterr()
         return code, told.out, told.err
 
-    yield lambda command, *words: run(command, "--families", "small_zoos", *words)
-    for name in [n for n in sys.modules if n.split(".")[0] == "small_zoos"]:
+    def with_families(command: str, *words: str) -> tuple[int, str, str]:
+        return run(command, *words) if "--families" in words else run(command, "--families", "small_zoos", *words)
+
+    yield with_families
+    for name in [n for n in sys.modules if n.split(".")[0] in ("small_zoos", "trained_zoos")]:
         del sys.modules[name]
 
 
@@ -190,6 +194,105 @@ def test_the_eager_arm_is_not_in_anybodys_way(cli: Cli) -> None:
     assert [r["arm"] for r in json.loads(out)] == ["eager", "eager"]
 
 
+# ---- training
+
+TRAINED = ("--families", "trained_zoos")
+
+
+def judged(cli: Cli, *words: str) -> list[dict[str, Any]]:
+    """The records of a run over the zoo that trains."""
+    code, out, err = cli("certify", *TRAINED, "--no-reports", "--json", *words)
+    assert code in (0, 1), err
+    records: list[dict[str, Any]] = json.loads(out)
+    return records
+
+
+def test_training_is_listed_and_chosen_by_mode_and_dtype(cli: Cli) -> None:
+    _, out, _ = cli("list", *TRAINED, "--family", "healthy", "--mode", "training", "--dtype", "float16", "--dtype", "float32")
+    assert [line.strip() for line in out.splitlines()] == [
+        f"small/healthy/detect/training/b2-{dtype}/{arm}" for dtype in ("float16", "float32") for arm in ("graphed", "native")
+    ]
+    _, out, _ = cli("list", *TRAINED, "--zoo", "controls", "--mode", "training", "--json")
+    assert {entry["id"].split("/")[1]: entry["expected"] for entry in json.loads(out)} == {
+        "must_drop": "wrong/python-counter: scales every result by a Python counter",
+        "must_train": "",
+    }
+    code, _, err = cli("list", *TRAINED, "--dtype", "fp16")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert err.startswith("parity: no dtype is called 'fp16'; near: ")
+
+
+def test_training_is_screened_only_where_it_is_asked_for(cli: Cli) -> None:
+    def kinds(*words: str) -> set[tuple[str, str]]:
+        return {(r["mode"], r["arm"]) for r in judged(cli, "--family", "healthy", "--task", "detect", *words)}
+
+    assert kinds() == {("inference", "graphed")}
+    assert not [row for row in FakePool.judged if "/training/" in row], "nor are its controls"
+    assert kinds("--mode", "training") == {("training", "graphed")}
+    assert kinds("--mode", "training", "--mode", "inference") == {("inference", "graphed"), ("training", "graphed")}
+    assert kinds("--mode", "training", "--arm", "native") == {("training", "native")}
+    _, out, _ = cli("certify", "--help")
+    assert "the mode is inference unless --mode names training" in " ".join(out.split())
+
+
+def test_on_a_gpu_both_modes_are_judged(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = {"gpu": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0", "cuda": "13.0", "zoos": {"small": {"zoo": "1.0"}}}
+    monkeypatch.setattr(certification, "probe", lambda *_: {"engine": "cuda", "devices": ["0"], "environment": device})
+    records = judged(cli, "--family", "healthy", "--task", "detect")
+    assert {(r["mode"], r["arm"]) for r in records} == {
+        ("inference", "bare"), ("inference", "graphed"), ("training", "graphed"), ("training", "native"),
+    }  # fmt: skip
+    assert {r["verdict"] for r in records} == {"certified"}
+    assert {row.split("/")[1] for row in FakePool.judged if row.startswith("controls/")} == {
+        "must_fail", "must_pass", "must_drop", "must_train",
+    }  # fmt: skip
+
+
+def test_records_of_training_carry_class_and_proof_and_the_command(cli: Cli) -> None:
+    (found,) = judged(cli, "--family", "noisy", "--mode", "training", "--dtype", "bfloat16")
+    assert (found["class"], found["proof"], found["tensors"]) == ("eager_noise", ["cudnn-deterministic", "math-sdpa"], [3, 4])
+    assert found["training"]["cause"] == "nondeterministic-kernel"
+    assert "--mode training --arm graphed --dtype bfloat16" in found["command"]
+    (plain,) = judged(cli, "--family", "ec")
+    assert not {"class", "proof", "tensors", "training"} & set(plain)
+
+
+def test_a_summary_tells_classes_and_a_failure_its_command(cli: Cli) -> None:
+    code, _, err = cli("certify", *TRAINED, "--family", "noisy", "--family", "unproven", "--mode", "training", "--no-reports")
+    assert code == 1
+    assert "3 screened (eager_noise), 1 unproven" in err
+    assert "screened (eager_noise) small/noisy/detect/training/b2-float16/graphed  nondeterministic-kernel  proved by " in err
+    assert "small/unproven/detect/training/b2-float32/graphed is unproven (unknown), expected screened" in err
+    assert "again:   parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32" in err
+
+
+def test_a_surviving_control_of_training_voids_the_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("doors.COUNTING", ())
+    code, _, err = cli("certify", *TRAINED, "--family", "noisy", "--mode", "training", "--no-reports")
+    assert code == 2
+    assert "This run is void: controls that must do otherwise: must_drop" in err
+
+
+def test_gate_and_diff_of_training(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Committed evidence of a GPU, then a run whose noise needs another condition."""
+    device = {"gpu": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0", "cuda": "13.0", "zoos": {"small": {"zoo": "1.0"}}}
+    monkeypatch.setattr(certification, "probe", lambda *_: {"engine": "cuda", "devices": ["0"], "environment": device})
+    chosen = (*TRAINED, "--family", "noisy", "--mode", "training")
+    assert cli("certify", *chosen)[0] == 0
+    assert cli("gate", *chosen)[0] == 0
+    monkeypatch.setattr("doors.NOISE", ("cudnn-deterministic", "tf32-off"))
+    assert cli("certify", *chosen, "--reports", "fresh")[0] == 0, "the verdicts are as declared"
+    held = ("--reports", "fresh", "--allowlist", "reports/SUPPORTS_CUDA_GRAPH.json", "--json")
+    code, out, _ = cli("gate", *chosen, *held)
+    findings = json.loads(out)
+    assert (code, {f["kind"] for f in findings}) == (1, {"weaker proof"})
+    assert {f["row"].split("/")[4] for f in findings} == {"b2-float16", "b2-bfloat16", "b2-float32"}
+    code, out, _ = cli("gate", *chosen, "--dtype", "float16", *held)
+    assert {f["row"].split("/")[4] for f in json.loads(out)} == {"b2-float16"}
+    (old,), (new,) = ((tmp_path / name / "evidence").glob("*.jsonl") for name in ("reports", "fresh"))
+    assert main(["diff", str(old), str(new)]) == 1
+
+
 # ---- end to end
 
 
@@ -215,6 +318,23 @@ def test_a_whole_run_with_a_case_file(tmp_path: Path) -> None:
     assert records[0]["engine"] == "emulated"
     assert "controls/must_fail" in err
     assert files(tmp_path) == before
+
+
+def test_a_training_row_in_a_real_child(tmp_path: Path) -> None:
+    """Judged on the emulated engine, recorded, and read back."""
+    write_families(tmp_path, training=True)
+    words = ("--zoo", "controls", "--family", "must_train", "--mode", "training", "--dtype", "float32")
+    process = start(tmp_path, "certify", *words, "--json", "--engine", "emulated")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    (record,) = json.loads(out)
+    assert record["id"] == "controls/must_train/healthy/training/b2-float32/graphed"
+    assert (record["verdict"], record["class"], record["proof"]) == ("screened", "exact", [])
+    assert record["tensors"] == [0, 4]
+    assert all(check["status"] == "passed" for check in record["checks"])
+    (records,) = read_all(tmp_path / "reports").values()
+    assert records == [record]
+    assert "screened (exact)" in (tmp_path / "reports" / "SUPPORT_MATRIX.md").read_text()
 
 
 def test_ctrl_c_keeps_what_was_finished_and_leaves_no_process(tmp_path: Path) -> None:

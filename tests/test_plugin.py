@@ -26,8 +26,8 @@ doors.patch_in()
 Run = subprocess.CompletedProcess
 
 
-def prepare(folder: Path, conftest: str) -> None:
-    write_families(folder)
+def prepare(folder: Path, conftest: str, training: bool = False) -> None:
+    write_families(folder, training=training)
     (folder / "parity").symlink_to(ROOT / "parity")
     (folder / "conftest.py").write_text(conftest)
     (folder / "pytest.ini").write_text(
@@ -79,7 +79,7 @@ def test_everything_selected_is_tested_and_each_outcome_is_told(zoo: Path) -> No
     # the message of the fault: what, where, and the command that shows it again
     assert "small/sabotaged/detect/inference/b1-float32/bare is wrong (python-counter), expected screened" in run.stdout
     assert "where:   _models.py:20 return x * self.calls" in run.stdout
-    assert "again:   parity certify --zoo small --family sabotaged --task detect --arm bare --engine emulated" in run.stdout
+    assert "again:   parity certify --zoo small --family sabotaged --task detect --mode inference --arm bare" in run.stdout
     # the declaration that does not hold any more, and how to change it
     assert "is screened (no cause needed), expected wrong (scales every result by a Python counter)" in run.stdout
     assert "take the expectation for arm 'bare' out of the family's declaration" in run.stdout
@@ -116,9 +116,48 @@ def test_options_narrow_alike(zoo: Path) -> None:
     assert run.stdout.splitlines()[0] == "parity/test_matrix.py::test_row[small/healthy/pose/inference/b1-float32/graphed]"
 
 
+@pytest.fixture(scope="module")
+def trains(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with rows of training."""
+    folder = tmp_path_factory.mktemp("trains")
+    prepare(folder, FAKED, training=True)
+    return folder
+
+
+def test_training_is_screened_beside_inference_only_where_it_is_asked_for(trains: Path) -> None:
+    words = ("-v", "-rs", "--family", "healthy", "--arm", "graphed", "--task", "detect", "--dtype", "float32")
+    inference, training = (f"small/healthy/detect/{settings}/graphed" for settings in ("inference/b1-float32", "training/b2-float32"))
+    run = pytest_(trains, *words)
+    assert results(run) == {inference: "PASSED", training: "SKIPPED"}
+    assert "training is screened where `--mode training` asks for it too" in run.stdout
+    assert results(pytest_(trains, *words, "--mode", "training", "--mode", "inference")) == {inference: "PASSED", training: "PASSED"}
+
+
+def test_training_rows_have_their_id_a_marker_and_options(trains: Path) -> None:
+    run = pytest_(trains, "-v", "-m", "training and graphed and small", "--dtype", "float16", "--dtype", "float32")
+    assert results(run) == {
+        "small/healthy/detect/training/b2-float16/graphed": "PASSED",
+        "small/healthy/detect/training/b2-float32/graphed": "PASSED",
+        "small/noisy/detect/training/b2-float16/graphed": "PASSED",
+        "small/noisy/detect/training/b2-float32/graphed": "PASSED",
+        "small/unproven/detect/training/b2-float32/graphed": "FAILED",
+    }
+    assert run.returncode == 1
+    assert "is unproven (unknown), expected screened" in run.stdout
+    assert (
+        "again:   parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32"
+        in run.stdout
+    )
+    run = pytest_(trains, "--collect-only", "-q", "--mode", "training", "--family", "healthy", "--arm", "native")
+    assert re.findall(r"test_row\[(\S+)\]", run.stdout) == [
+        f"small/healthy/detect/training/b2-{dtype}/native" for dtype in ("float16", "bfloat16", "float32")
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("--dtype", "half"), "no dtype is called 'half'; near: "),
         (("--family", "healthi"), "no family is called 'healthi'; near: healthy"),
         (("--zoo", "smal"), "no zoo is called 'smal'; near: small"),
         (("--zoo", "small", "--task", "sabotaged"), "no row answers to"),

@@ -7,6 +7,8 @@ costs one operation and one synchronisation however many leaves there are.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,27 +134,68 @@ class Bundle:
 
     def leaves(self) -> list[tuple[str, Any]]:
         """The pairs again, tensors as they were."""
-        offsets = [0] * len(self.data)
-        found: list[tuple[str, Any]] = []
-        for path, kind, home in zip(self.paths, self.kinds, self.homes, strict=True):
-            if home < 0:
-                found.append((path, kind))
+        return [(path, self.leaf(i)) for i, path in enumerate(self.paths)]
+
+    def leaf(self, index: int) -> Any:
+        """One leaf, a tensor as it was."""
+        home, kind = self.homes[index], self.kinds[index]
+        if home < 0:
+            return kind
+        dtype, shape = kind
+        return self.data[home][self._starts[index] : self._starts[index] + _size(kind)].clone().view(dtype).reshape(shape)
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """Per leaf the offset of its first byte."""
+        ends = [0] * len(self.data)
+        starts = []
+        for kind, home in zip(self.kinds, self.homes, strict=True):
+            starts.append(ends[home] if home >= 0 else 0)
+            if home >= 0:
+                ends[home] += _size(kind)
+        return starts
+
+    def formed_alike(self, other: Bundle) -> bool:
+        """Whether paths, dtypes, shapes, devices and everything that is no tensor are the same."""
+        return (self.paths, self.homes) == (other.paths, other.homes) and all(map(_same_object, self.kinds, other.kinds))
+
+    def same(self, other: Bundle) -> bool:
+        """Whether all leaves are the same, at one synchronisation per device."""
+        return self is other or (self.formed_alike(other) and all(map(torch.equal, self.data, other.data)))
+
+    def apart(self, other: Bundle) -> list[bool]:
+        """Per leaf whether its bits differ, at one synchronisation per device. For bundles that are formed alike."""
+        found = [False] * len(self.paths)
+        for home, (mine, theirs) in enumerate(zip(self.data, other.data, strict=True)):
+            here = [i for i, h in enumerate(self.homes) if h == home]
+            if not len(mine):
                 continue
-            dtype, shape = kind
-            size = math.prod(shape) * dtype.itemsize
-            found.append((path, self.data[home][offsets[home] : offsets[home] + size].clone().view(dtype).reshape(shape)))
-            offsets[home] += size
+            wide = torch.int32 if len(mine) < 2**31 else torch.int64
+            unequal = torch.nn.functional.pad((mine != theirs).cumsum(0, dtype=wide), (1, 0))
+            starts = torch.tensor([self._starts[i] for i in here], device=mine.device)
+            ends = torch.tensor([self._starts[i] + _size(self.kinds[i]) for i in here], device=mine.device)
+            for i, flag in zip(here, (unequal[ends] != unequal[starts]).tolist(), strict=True):
+                found[i] = flag
         return found
 
-    def _shape(self) -> tuple[Any, ...]:
-        return self.paths, self.homes, [len(d) for d in self.data]
+    def on_host(self) -> Bundle:
+        """The same leaves in host memory."""
+        return dataclasses.replace(self, data=tuple(d.cpu() for d in self.data))
 
     def unlike(self, expected: Bundle) -> list[Difference]:
-        """Every difference from ``expected``; no leaf is looked at alone where all bytes are alike."""
-        formed_alike = self._shape() == expected._shape() and all(map(_same_object, self.kinds, expected.kinds))
-        if formed_alike and all(map(torch.equal, self.data, expected.data)):
+        """Every difference from ``expected``; no leaf is looked at alone whose bytes are alike."""
+        if self.same(expected):
             return []
-        return compare(self.leaves(), expected.leaves())
+        if not self.formed_alike(expected):
+            return compare(self.leaves(), expected.leaves())
+        unequal = [i for i, differs in enumerate(self.apart(expected)) if differs]
+        found = (difference(self.paths[i], self.leaf(i), expected.leaf(i)) for i in unequal)
+        return [d for d in found if d is not None]
+
+
+def _size(kind: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    """Bytes of a tensor of a dtype and shape."""
+    return math.prod(kind[1]) * kind[0].itemsize
 
 
 def bundle(leaves: Sequence[tuple[str, Any]]) -> Bundle:

@@ -11,6 +11,12 @@ INFERENCE_CHECKS: Final = (
     "held_outputs", "inputs_untouched", "escape",
 )  # fmt: skip
 
+TRAINING_CHECKS: Final = (
+    "eager_step", "capture", "loss", "outputs", "buffers", "gradients", "rng", "accumulation", "proof", "trajectory",
+)  # fmt: skip
+
+CLASSES: Final = ("exact", "one_ulp", "eager_noise", "float_rounding", "own_rng")
+
 CAUSES: Final = (
     "host-sync", "h2d-copy", "d2h-copy", "data-dependent-shape", "python-branch", "python-counter", "host-state", "stale-constant",
     "stale-address", "side-stream", "output-aliasing", "input-mutation", "rng", "buffer-drift", "grad-accumulation", "dead-input",
@@ -42,6 +48,13 @@ class Outcome:
 
     ``status``: judged; or why there was nothing to judge. ``broken``: the row itself is at fault (its builder raised, a probe has a
     wrong shape, the module returns no tensor). ``seconds``: wall clock per phase. ``peak_memory``: bytes on the device.
+
+    ``training``: of a training row, else empty. ``class`` (of CLASSES, empty where the row is not safe); ``proof``: the smallest set of
+    conditions under which the arm has eager's bits; ``cause``: why it differs without them, empty if it does not; ``tensors``:
+    gradients of the first batch, [differing, total]; ``sorting``: all tensors of the step by kind; ``max_ulp``, ``worst`` (a path);
+    ``ops``: noisy ones, as text; ``p_value`` of the permutation test, or None; ``tried``: conditions with what still differed;
+    ``quorum``: eager runs, and tensors that vary among them; ``trajectory``: steps, replays, and what differed; ``seam``,
+    ``mechanism``: as declared.
     """
 
     row: str
@@ -58,6 +71,7 @@ class Outcome:
     seed: int = 0
     notes: tuple[str, ...] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:

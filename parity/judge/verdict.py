@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from parity.judge.outcome import Check, Outcome
+from parity.judge.outcome import TRAINING_CHECKS, Check, Outcome
 from parity.rows.family import Expect
 
 VERDICTS: Final = (
@@ -13,6 +13,8 @@ VERDICTS: Final = (
     "timed_out", "out_of_memory",
 )  # fmt: skip
 SAFE: Final = frozenset({"certified", "screened"})
+_OTHER: Final = {"eager_repeat": "unstable", "input_dependence": "vacuous", "eager_step": "vacuous", "proof": "unproven"}
+"""What a failed check means, where that is not ``wrong``."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def _refused(check: Check) -> Verdict:
         else:
             verdict = "wrong" if check.figures.get("executed_outside") else "uncapturable"
     else:
-        verdict = {"eager_repeat": "unstable", "input_dependence": "vacuous"}.get(check.name, "wrong")
+        verdict = _OTHER.get(check.name, "wrong")
     default = {"unstable": "nondeterministic-kernel", "vacuous": "dead-input", "not_graphed": "host-state"}.get(verdict, "unknown")
     return Verdict(verdict, check.cause or default, check.where, check.detail, check.name)
 
@@ -53,8 +55,9 @@ def verdict_of(outcome: Outcome, engine: str) -> Verdict:
     for check in outcome.checks:
         if check.status == "failed":
             return _refused(check)
-    if not any(c.name == "replay" and c.status == "passed" for c in outcome.checks):
-        raise ValueError(f"{outcome.row}: no check failed, yet no replay was judged: this record proves nothing")
+    needed = set(TRAINING_CHECKS) if any(c.name == "eager_step" for c in outcome.checks) else {"replay"}
+    if missing := sorted(needed - {c.name for c in outcome.checks if c.status == "passed"}):
+        raise ValueError(f"{outcome.row}: no check failed, yet no {missing[0]} was judged: this record proves nothing")
     return Verdict("certified" if engine == "cuda" else "screened")
 
 

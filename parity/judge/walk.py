@@ -227,8 +227,6 @@ class Walk:
         if gone is not None:
             detail = f"the graph reads memory that is not mapped any more: {gone.read}; not replayed"
             raise _Failed(Check(step.check, "failed", detail, "stale-address", gone.read.where, self.figures[step.check]))
-        if dead:
-            self._warn(step, dead[0].read)
         return dead
 
     def _warn(self, step: Step, read: Read) -> None:

@@ -1,4 +1,4 @@
-"""What to do about a cause, in a sentence. For reports and messages."""
+"""What to do about a cause, in a sentence, and about an operation, where more can be said. For reports and messages."""
 
 from __future__ import annotations
 
@@ -39,3 +39,47 @@ ADVICE: Final = {
     "reduction-order": "the same sum is taken in another order: fix the algorithm in both arms",
     "unknown": "not understood yet: judge the row again alone, and compare both records with `parity diff`",
 }
+
+SPECIFIC: Final = (
+    ("host-sync", "_local_scalar_dense", "Python reads a number of the device here (.item(), float(), int(), bool(), a comparison in "
+     "an if): choose with torch.where, keep the number as a tensor, or end the captured region before this line"),
+    ("host-sync", "tolist", "Python reads a whole tensor here: pass the list as an argument of the forward, or end the region before"),
+    ("host-sync", "synchronize", "take the synchronisation out: the caller may wait after the forward"),
+    ("host-sync", "printing", "take the print out: it reads the tensor"),
+    ("h2d-copy", "indices on the host", "an index was built on the host: build it with device=x.device, or register it as a buffer"),
+    ("h2d-copy", "of Python values", "a tensor is made of Python values in every forward: register it as a buffer, or make it on the "
+     "device, as torch.full((), value, device=x.device) does"),
+    ("h2d-copy", "Tensor.to the device", "a host tensor is moved in every forward: create it with device=x.device, or register it as a "
+     "buffer, which moves once with the model"),
+    ("data-dependent-shape", "boolean mask", "a mask used as an index: multiply by it, or use torch.where or masked_fill, which keep "
+     "the size"),
+    ("data-dependent-shape", "nonzero", "how many places there are, only the values know: use topk of a fixed size, or a mask that is "
+     "carried along"),
+    ("data-dependent-shape", "repeat_interleave", "pass output_size=..., then the size is known without looking"),
+    ("data-dependent-shape", "nms", "it keeps as many boxes as the values say: leave it outside the captured region"),
+    ("data-dependent-shape", "unique", "how many values differ, only the values know: leave it outside the captured region"),
+    ("side-stream", "legacy default stream", "a kernel of this operation is launched on the legacy default stream, so that a graph "
+     "does not hold it: leave the operation outside the captured region"),
+    ("side-stream", "autograd graph", "the model keeps a tensor of an earlier step together with its graph: detach what is kept"),
+    ("side-stream", "never waited for", "join the stream before the forward ends: torch.cuda.current_stream().wait_stream(side)"),
+    ("side-stream", "never joined", "let it wait for the current stream first: side.wait_stream(torch.cuda.current_stream())"),
+)  # fmt: skip
+"""Cause, a part of the operation's name, and what to do."""
+
+
+_WORDS: Final = {
+    "aten::_local_scalar_dense": "a number is read from the device (.item(), float(), int(), bool(), a comparison in an if)",
+    "aten::item": "a number is read from the device (.item())",
+    "aten::_unique2": "unique",
+}
+
+
+def spoken(what: str) -> str:
+    """An operation's name, with words where it is none that a model's author has ever typed."""
+    return f"{_WORDS[what]}: {what}" if what in _WORDS else what
+
+
+def advise(cause: str, what: str = "") -> str:
+    """What to do about a cause, met at the operation ``what``."""
+    special = (text for of, part, text in SPECIFIC if of == cause and part in what)
+    return next(special, ADVICE.get(cause, ""))

@@ -10,6 +10,7 @@ from typing import Any
 
 from parity.record.evidence import name_of
 from parity.record.files import write_atomic
+from parity.record.grade import Grade, weakest
 from parity.record.line import CONTROLS, Record, census, figures
 from parity.rows.row import Settings
 from parity.runtime.allowlist import SCHEMA, Allowlist, Certificate, Environment, Tried, arch_name, checksum
@@ -32,21 +33,36 @@ def counts(record: Mapping[str, Any]) -> bool:
 
 
 def proved(record: Mapping[str, Any]) -> bool:
-    """Certified, by a graph that was captured and replayed, at shapes that a caller can be held to."""
-    return bool(record["verdict"] == "certified" and record["captures"] and record["replays"] and record["tried"])
+    """Certified, by a graph that was captured and replayed, at shapes that a caller can be held to; of training also of a class that
+    is proved.
+    """
+    judged = record["verdict"] == "certified" and record["captures"] and record["replays"] and record["tried"]
+    return bool(judged and (record["mode"] != "training" or record["class"] == "exact" or record["proof"]))
 
 
 def certified(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Family key to its certified rows, of one environment.
 
-    One row that is unsafe takes the whole family out: another size of it may be right and its graphs still be wrong for
-    the caller who mixes sizes.
+    One row of inference that is unsafe takes the whole family out: another size of it may be right and its graphs still be wrong for
+    the caller who mixes sizes. Rows of training are runs of their own, one per dtype: each counts for itself, but for one that is
+    ``wrong``. What gives wrong gradients there (a stale buffer, a doubled sum) is no matter of rounding, so it takes the family out.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
         if counts(record) and record["verdict"] not in SILENT:
             groups.setdefault(family_key(record), []).append(record)
-    return {key: group for key, group in sorted(groups.items()) if all(map(proved, group))}
+    found = {}
+    for key, group in sorted(groups.items()):
+        safe = [record for record in group if proved(record)]
+        spoiled = any(excludes(record) for record in group)
+        if safe and not spoiled:
+            found[key] = safe
+    return found
+
+
+def excludes(record: Mapping[str, Any]) -> bool:
+    """Whether a row that counts takes its whole family out of the allowlist."""
+    return record["verdict"] == "wrong" if record["mode"] == "training" else not proved(record)
 
 
 def environment_of(record: Mapping[str, Any]) -> Environment:
@@ -74,6 +90,7 @@ def _certificate(rows: list[Record], name: str) -> Certificate:
     tried = {
         Tried(t["size"], t["batch"], t["dtype"], tuple(tuple(shape) for shape in t["shapes"])) for row in rows for t in row["tried"]
     }
+    grades = [Grade.of(row) for row in rows] if newest["mode"] == "training" else []
     return Certificate(
         zoo=newest["zoo"],
         family=newest["family"],
@@ -82,12 +99,18 @@ def _certificate(rows: list[Record], name: str) -> Certificate:
         measured_on=name,
         environment=environment,
         tried=tuple(sorted(tried)),
-        boundary=next((str(c["boundary"]) for c in captures if c.get("boundary")), ""),
+        boundary=next((str(c["boundary"]) for c in captures if c.get("boundary")), _seam(newest)),
         derived_reads=any(bool(c.get("derived_reads")) for c in captures),
         unseen=tuple(sorted({str(what) for c in captures for what in c.get("unseen") or ()})),
         kernels=_census_hash([found for row in rows if (found := census(row))]),
         rows=tuple(row["id"] for row in rows),
+        grade=weakest(grades) if grades else "",
+        proof=tuple(map(str, grades)),
     )
+
+
+def _seam(record: Mapping[str, Any]) -> str:
+    return str(record.get("training", {}).get("seam", ""))
 
 
 def _census_hash(censuses: list[Any]) -> str:

@@ -6,14 +6,15 @@ Seconds are not compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from parity.record.grade import cause_of, graded, proof_text
 from parity.record.line import Record, census
 
-KINDS: Final = ("environment", "removed", "added", "verdict", "cause", "class", "where", "kernels", "figures")
-LOOK: Final = frozenset({"removed", "added", "verdict", "cause", "class"})  # somebody must look: exit code 1
+KINDS: Final = ("environment", "removed", "added", "verdict", "cause", "class", "proof", "where", "kernels", "figures")
+LOOK: Final = frozenset({"removed", "added", "verdict", "cause", "class", "proof"})  # somebody must look: exit code 1
 
 _COUNTS: Final = ("captures", "replays", "peak_memory", "leaves", "dead_leaves")
 
@@ -46,22 +47,32 @@ def diff(old: Iterable[Record], new: Iterable[Record]) -> list[Change]:
 
 
 def _verdict(record: Record) -> str:
-    return f"{record['verdict']} ({record['cause']})" if record["cause"] else str(record["verdict"])
+    return f"{record['verdict']} ({record['cause']})" if record["cause"] else graded(record)
 
 
 def _row(old: Record, new: Record) -> Iterable[tuple[str, str]]:
     if old["verdict"] != new["verdict"]:
         yield "verdict", f"{_verdict(old)} -> {_verdict(new)}"
-    elif old["cause"] != new["cause"]:
-        yield "cause", f"{old['cause']} -> {new['cause']}"
+    elif cause_of(old) != cause_of(new):
+        yield "cause", f"{cause_of(old) or 'none'} -> {cause_of(new) or 'none'}"
     if old.get("class") != new.get("class"):
         yield "class", f"{old.get('class') or 'none'} -> {new.get('class') or 'none'}"
+    if told := _proof(old.get("proof", []), new.get("proof", [])):
+        yield "proof", told
     if old["where"] != new["where"]:
         yield "where", f"{old['where'] or 'nowhere'} -> {new['where'] or 'nowhere'}"
     if told := _kernels(Counter(census(old)), Counter(census(new))):
         yield "kernels", told
     if told := ", ".join(_figures(old, new)):
         yield "figures", told
+
+
+def _proof(old: Sequence[str], new: Sequence[str]) -> str:
+    more, fewer = [word for word in new if word not in old], [word for word in old if word not in new]
+    if not more and not fewer:
+        return ""
+    why = [f"needs {', '.join(more)} besides"] * bool(more) + [f"no longer needs {', '.join(fewer)}"] * bool(fewer)
+    return f"{proof_text(old)} -> {proof_text(new)}: {' and '.join(why)}"
 
 
 def _kernels(old: Counter[str], new: Counter[str]) -> str:
@@ -75,6 +86,8 @@ def _figures(old: Record, new: Record) -> Iterable[str]:
     for name in _COUNTS:
         if old[name] != new[name]:
             yield f"{name} {_short(old[name])} -> {_short(new[name])}"
+    if (was := old.get("tensors")) != (now := new.get("tensors")):
+        yield f"tensors {_differing(was)} -> {_differing(now)}"
     checks = [{entry["name"]: entry for entry in record["checks"]} for record in (old, new)]
     for name in dict.fromkeys([*checks[0], *checks[1]]):
         one, other = (c.get(name) for c in checks)
@@ -87,6 +100,10 @@ def _figures(old: Record, new: Record) -> Iterable[str]:
         for key in sorted(values[0].keys() | values[1].keys()):
             if key != "kernels" and values[0].get(key) != values[1].get(key):
                 yield f"{name}.{key} {_short(values[0].get(key))} -> {_short(values[1].get(key))}"
+
+
+def _differing(tensors: Sequence[int] | None) -> str:
+    return "{} of {} differing".format(*tensors) if tensors else "none"
 
 
 def _short(value: Any) -> str:
@@ -128,5 +145,5 @@ def render_diff(changes: Iterable[Change]) -> str:
 
 
 def exit_code(changes: Iterable[Change]) -> int:
-    """1 if a row came, went, or changed its verdict, cause or class; else 0."""
+    """1 if a row came, went, or changed its verdict, cause, class or proof; else 0."""
     return int(any(change.kind in LOOK for change in changes))

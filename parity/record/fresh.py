@@ -19,6 +19,7 @@ from parity.judge import outcome as _outcome
 from parity.judge.outcome import PROTOCOL
 from parity.rows.family import Family
 from parity.rows.row import Row
+from parity.rows.training import Training
 
 NOT_JUDGED = frozenset({"unavailable", "crashed", "timed_out", "out_of_memory"})
 
@@ -99,7 +100,7 @@ def _file(thing: Any) -> str:
     return _source(file) if file and Path(file).is_file() else ""
 
 
-def fingerprint(family: Family) -> str:
+def fingerprint(family: Family | Training) -> str:
     """Hash of everything a family declares and of the source files of its builders.
 
     The same in every process on every machine.
@@ -108,10 +109,11 @@ def fingerprint(family: Family) -> str:
 
 
 @functools.cache
-def judge_fingerprint() -> str:
-    """Hash of the code that decides a verdict: the judge and every module of ours that it imports, however deep."""
-    package = Path(str(_outcome.__file__)).parents[1]
-    return sources_hash(package, imported(package, "judge/inference.py"))
+def judge_fingerprint(mode: str, package: Path = Path(str(_outcome.__file__)).parents[1]) -> str:
+    """Hash of the code that decides a verdict of that mode: its protocol, ``judge/<mode>.py``, and every module of ours that it
+    imports, however deep. Code that only the other mode's judge imports does not count.
+    """
+    return sources_hash(package, imported(package, f"judge/{mode}.py"))
 
 
 def imported(package: Path, start: str) -> set[str]:
@@ -162,7 +164,7 @@ def stale(record: Mapping[str, Any], fingerprint: str, zoo_version: str, protoco
     now = {
         "protocol": protocol,
         "fingerprint": fingerprint,
-        "judge": judge or judge_fingerprint(),
+        "judge": judge or judge_fingerprint(record["mode"]),
         "zoo_version": zoo_version,
     }
     said = {
@@ -180,15 +182,15 @@ def stale(record: Mapping[str, Any], fingerprint: str, zoo_version: str, protoco
 def missing_or_stale(
     rows: Iterable[Row],
     records: Iterable[Mapping[str, Any]],
-    family_of: Callable[[Row], Family],
+    family_of: Callable[[Row], Family | Training],
     zoo_versions: Mapping[str, str],
 ) -> list[tuple[Row, str]]:
     """The rows to run, and why, in order: without evidence, stale, or never judged (crashed, timed out, out of memory).
 
-    ``records``: of one environment. ``family_of``: ``Catalogue.family``. ``zoo_versions``: zoo to installed version.
+    ``records``: of one environment. ``family_of``: ``Catalogue.declaration``. ``zoo_versions``: zoo to installed version.
     """
     last = {record["id"]: record for record in records}
-    prints: dict[str, str] = {}
+    prints: dict[tuple[str, str], str] = {}
     due = []
     for row in rows:
         record = last.get(row.id)
@@ -196,9 +198,10 @@ def missing_or_stale(
             due.append((row, "no evidence yet"))
             continue
         family = family_of(row)
-        if family.key not in prints:
-            prints[family.key] = fingerprint(family)
-        reason = stale(record, prints[family.key], zoo_versions.get(row.zoo, ""))
+        key = (family.key, family.mode)
+        if key not in prints:
+            prints[key] = fingerprint(family)
+        reason = stale(record, prints[key], zoo_versions.get(row.zoo, ""))
         if not reason and record["verdict"] in NOT_JUDGED and record["verdict"] != record["expected"]:
             reason = f"was not judged: {record['verdict']}"
         if reason:

@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from parity.judge.verdict import SAFE
-from parity.record.allowlist import certified, counts, environment_of, family_key
+from parity.record.allowlist import certified, counts, environment_of, excludes, family_key, proved
 from parity.record.evidence import name_of
+from parity.record.grade import Grade, graded, proof_text
 from parity.record.line import CONTROLS, Record, is_expected, rerun
 from parity.rows.row import Row
-from parity.runtime.allowlist import Allowlist
+from parity.runtime.allowlist import Allowlist, Certificate
 
 UPDATE: Final = "parity report"
 
@@ -23,6 +24,8 @@ KINDS: Final[Mapping[str, int]] = {
     "no baseline": 2,
     "control survived": 2,
     "regression": 1,
+    "class changed": 1,
+    "weaker proof": 1,
     "unlisted success": 1,
     "outdated certificate": 1,
     "missing row": 1,
@@ -113,12 +116,14 @@ def _baseline(name: str, records: list[Record], allowlist: Allowlist, complete: 
         if key not in listed:
             yield Finding("unlisted success", key, f"certified on {name}, but not in the allowlist", UPDATE)
             continue
+        for row in rows if rows[0]["mode"] == "training" else ():
+            yield from _grade(name, listed[key], row)
         then = listed[key].environment
         if moved := sorted({f"{n} {old!r}, now {new!r}" for row in rows for n, old, new in _moved(then, row)}):
             yield Finding("outdated certificate", key, f"was certified with {'; '.join(moved)}", UPDATE)
     for record in records:
-        if counts(record) and family_key(record) in listed and record["verdict"] not in {"certified", "unavailable"}:
-            why = f"was certified on {name}, is now {record['verdict']}{_because(record['cause'])}"
+        if _regressed(record, listed):
+            why = f"was certified on {name}, is now {graded(record)}{_because(record['cause'])}"
             where = f" at {record['where']}" if record["where"] else ""
             yield Finding(
                 "regression", record["id"], why + where, f"{rerun(Row.parse(record['id']), 'cuda')}  # if it is meant: {UPDATE}"
@@ -127,6 +132,37 @@ def _baseline(name: str, records: list[Record], allowlist: Allowlist, complete: 
         present = {family_key(record) for record in records}
         for key in sorted(set(listed) - present):
             yield Finding("missing row", key, f"is in the allowlist for {name}, but no row of it is declared any more", UPDATE)
+
+
+def _regressed(record: Record, listed: Mapping[str, Certificate]) -> bool:
+    """Whether a row is unsafe that its family's certificate rests on, or that may not be so beside one."""
+    if not counts(record) or family_key(record) not in listed or record["verdict"] == "unavailable":
+        return False
+    if record["mode"] != "training":
+        return bool(record["verdict"] != "certified")
+    return excludes(record) or (not proved(record) and record["id"] in listed[family_key(record)].rows)
+
+
+def _grade(name: str, certificate: Certificate, record: Record) -> Iterable[Finding]:
+    """How a certified row of training differs from what its family's certificate says of it."""
+    if record["id"] not in certificate.rows:
+        yield Finding("unlisted success", record["id"], f"certified on {name}, but its family's certificate does not name it", UPDATE)
+        return
+    held = {grade.settings: grade for grade in map(Grade.parse, certificate.proof)}
+    then, now = held.get(record["settings"]), Grade.of(record)
+    if then is None:
+        yield Finding("outdated certificate", record["id"], "its certificate says neither class nor proof", UPDATE)
+        return
+    again = f"{rerun(Row.parse(record['id']), 'cuda')}  # if it is meant: {UPDATE}"
+    more, told = now.weaker_than(then), f"proved by {proof_text(then.conditions)} then, by {proof_text(now.conditions)} now"
+    if now.name != then.name:
+        yield Finding("class changed", record["id"], f"was {then.name} on {name}, is now {now.name}; {told}", again)
+    elif more:
+        why = f"equal to eager only with {', '.join(more)} besides, which its certificate does not ask for"
+        yield Finding("weaker proof", record["id"], f"{why}; {told}", again)
+    elif then.weaker_than(now):
+        why = "equal to eager under fewer conditions than its certificate says"
+        yield Finding("outdated certificate", record["id"], f"{why}; {told}", UPDATE)
 
 
 def _moved(then: Any, record: Record) -> list[tuple[str, str, str]]:

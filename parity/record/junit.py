@@ -1,4 +1,6 @@
-"""JUnit XML from evidence, for CI systems: a test case a row, failed where the verdict is not the declared one."""
+"""JUnit XML from evidence, for CI systems: a test case a row, failed where the verdict is not the declared one. A row of
+training that is safe has its class, proof and cause as properties.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from parity.record.files import write_atomic
+from parity.record.grade import cause_of, graded, proof_text
 from parity.record.line import Record, is_expected
 
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 cannot hold
@@ -43,10 +46,14 @@ def _count(cases: Sequence[ElementTree.Element], kind: str) -> int:
 def _case(record: Record) -> ElementTree.Element:
     name = f"{record['zoo']}.{record['family']}.{record['task']}"
     case = ElementTree.Element("testcase", classname=_text(name), name=_text(record["id"]), time=f"{record['seconds']:.3f}")
+    if record.get("class"):
+        told = ElementTree.SubElement(case, "properties")
+        for key, value in (("class", record["class"]), ("proof", proof_text(record["proof"])), ("cause", cause_of(record))):
+            ElementTree.SubElement(told, "property", name=key, value=_text(value))
     if record["verdict"] == "unavailable":
         ElementTree.SubElement(case, "skipped", message=_text(record["message"] or "unavailable"))
     elif not is_expected(record):
-        found = f"{record['verdict']} ({record['cause']})" if record["cause"] else record["verdict"]
+        found = f"{record['verdict']} ({record['cause']})" if record["cause"] else graded(record)
         failure = ElementTree.SubElement(case, "failure", message=_text(f"{found}, declared {record['expected']}"))
         failure.text = _text(f"{record['detail'] or record['message']}\n{record['where']}\n{record['command']}")
     return case

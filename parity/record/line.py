@@ -16,10 +16,13 @@ from typing import Any, Final
 from parity.judge.outcome import CAUSES, PROTOCOL, Outcome
 from parity.judge.verdict import SAFE, VERDICTS, Verdict, as_expected, verdict_of
 from parity.record.fresh import fingerprint, judge_fingerprint
+from parity.record.grade import FIELDS, check_training, class_expected, class_found, training_fields
+from parity.record.tried import tried
 from parity.rows.case import CASE
 from parity.rows.discovery import is_case
-from parity.rows.family import Expect, Family, Input
+from parity.rows.family import Expect, Family
 from parity.rows.row import Row
+from parity.rows.training import Training
 from parity.runtime.allowlist import arch_name
 
 SCHEMA: Final = 1
@@ -81,8 +84,9 @@ def rerun(row: Row, engine: str, sources: Sequence[str] = ()) -> str:
     case = [s for s in sources if is_case(s) and Path(s).stem == row.family] if row.zoo == CASE else []
     words = ["parity", "certify", *case]
     if not case:
-        words += ["--zoo", row.zoo, "--family", row.family, "--task", row.task]
+        words += ["--zoo", row.zoo, "--family", row.family, "--task", row.task, "--mode", row.mode]
     words += ["--arm", row.arm]
+    words += ["--dtype", row.settings.dtype] if row.mode == "training" else []
     words += ["--size", str(row.settings.size)] if row.settings.size else []
     words += ["--boundary", row.settings.boundary] if row.settings.boundary else []
     usual = ("entry-points", "entry-points:controls", str(Path("families").resolve()))
@@ -93,7 +97,7 @@ def rerun(row: Row, engine: str, sources: Sequence[str] = ()) -> str:
 def record_of(
     outcome: Outcome,
     row: Row,
-    family: Family,
+    family: Family | Training,
     engine: str,
     zoo_version: str,
     command: str,
@@ -101,7 +105,7 @@ def record_of(
     environment: Mapping[str, Any] | None = None,
     recorded: str | None = None,
 ) -> Record:
-    """The evidence of one row. Raises ValueError and TypeError for what is none.
+    """The evidence of one row; of training also what ``grade.FIELDS`` names. Raises ValueError and TypeError for what is none.
 
     ``command`` reruns it. ``environment``: stands in where a child died before it could report its own. ``recorded``:
     UTC time, default now.
@@ -133,15 +137,17 @@ def record_of(
         "healed": {},
         **{name: data[name] for name in _OF_OUTCOME},
         "environment": data["environment"] or json_ready(environment or {}, row.id),
-        "tried": _tried(outcome, row, family) if verdict.safe else [],
+        "tried": tried(outcome, row, family) if verdict.safe else [],
         "seconds": round(outcome.seconds.get("total", sum(outcome.seconds.values())), 6),
         "seconds_phases": data["seconds"],
         "command": command,
         "protocol": PROTOCOL,
-        "judge": judge_fingerprint(),
+        "judge": judge_fingerprint(row.mode),
         "fingerprint": fingerprint(family),
         "zoo_version": zoo_version,
         "recorded": recorded or datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        **(training_fields(data["training"]) if row.mode == "training" else {}),
+        **({"expected_class": wanted} if (wanted := class_expected(family, row.arm)) else {}),
     }
 
 
@@ -149,39 +155,10 @@ def _safe(engine: str) -> str:
     return "certified" if engine == "cuda" else "screened"
 
 
-def _shapes(inputs: Any) -> Iterable[list[int]]:
-    if isinstance(inputs, Input):
-        yield list(inputs.shape)
-    elif isinstance(inputs, Mapping):
-        for item in inputs.values():
-            yield from _shapes(item)
-    elif isinstance(inputs, (tuple, list)):
-        for item in inputs:
-            yield from _shapes(item)
-
-
-def _tried(outcome: Outcome, row: Row, family: Family) -> list[dict[str, Any]]:
-    """Every size and batch whose replay was compared: the row's own and, where ``interleave`` passed, the ones that it
-    visited.
-    """
-    if family.probes is not None:  # a case file draws its own inputs: no shapes are declared
-        return []
-    size, batch = row.settings.size, row.settings.batch
-    extents = [(size, batch)]
-    if any(c.name == "interleave" and c.status == "passed" for c in outcome.checks):
-        if family.other_size is not None:
-            extents.append((family.other_size, batch))
-        if family.other_batch is not None:
-            extents.append((size, family.other_batch))
-    return [
-        {"size": s, "batch": b, "dtype": row.settings.dtype, "shapes": list(_shapes(family.inputs(s, b)))}
-        for s, b in dict.fromkeys(extents)
-    ]
-
-
 def outcome_of(record: Mapping[str, Any]) -> Outcome:
     """The outcome that a record was made from. Raises ValueError where it is none."""
-    return Outcome.from_dict({"row": record["id"], "seconds": record["seconds_phases"], **{name: record[name] for name in _OF_OUTCOME}})
+    names = (*_OF_OUTCOME, "training") if record.get("training") else _OF_OUTCOME
+    return Outcome.from_dict({"row": record["id"], "seconds": record["seconds_phases"], **{name: record[name] for name in names}})
 
 
 def validate(record: Any) -> None:
@@ -214,13 +191,17 @@ def _validate(record: Record) -> None:
     for name, known in (("engine", ENGINES), ("verdict", VERDICTS), ("expected", VERDICTS), ("cause", (*CAUSES, ""))):
         if record[name] not in known:
             raise ValueError(f"{name} {record[name]!r} is none of ours")
+    if row.mode == "training":
+        check_training(record)
+    elif found := [name for name in FIELDS if record.get(name)]:
+        raise ValueError(f"a row of mode inference has no {', '.join(found)}")
     outcome = outcome_of(record)
     if odd := sorted({c.status for c in outcome.checks} - {"passed", "failed", "skipped"}):
         raise ValueError(f"a check has the status {odd[0]!r}")
     stored, derived = verdict(record), verdict_of(outcome, record["engine"])
     if stored != derived:
         told = [f"{n} {getattr(stored, n)!r} where the checks give {getattr(derived, n)!r}" for n in _differing(stored, derived)]
-        reason = "edited by hand" if record["judge"] == judge_fingerprint() else "edited by hand, or of another judge"
+        reason = "edited by hand" if record["judge"] == judge_fingerprint(row.mode) else "edited by hand, or of another judge"
         raise ValueError(f"{reason}: it says {', '.join(told)}")
 
 
@@ -234,7 +215,9 @@ def verdict(record: Mapping[str, Any]) -> Verdict:
 
 
 def is_expected(record: Mapping[str, Any]) -> bool:
-    """Whether a record's verdict is the one its family declared for it."""
+    """Whether a record's verdict is the one its family declared for it, and its class, where one was declared."""
+    if record.get("expected_class", "") not in ("", class_found(record) if "class" in record else ""):
+        return False
     if record["expected"] in SAFE:
         return as_expected(verdict(record), None)
     declared = {name: record[f"expected_{name}"] for name in ("reason", "cause", "check")}

@@ -1,25 +1,30 @@
 """A case file: one module with a model, judged like a family. It is executed, in the child that judges it.
 
 It declares ``build()``, ``probes(device) -> (args, args)`` and ``MODE``; for training ``loss(output, *inputs)``; optionally
-``between(module)``, ``context(device)`` and ``ACCUMULATE``.
+``context(device)``, for inference ``between(module)``, for training ``ACCUMULATE``, the number of batches whose gradients add up.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from parity.rows.family import Family, Subject, Zoo
 from parity.rows.row import MODES, Settings
+from parity.rows.training import Training, TrainSubject
 
 CASE = "case"
 """The zoo of case files."""
+
+ARMS = ("bare", "graphed")
 
 EXAMPLE = """
     MODE = "inference"
@@ -52,24 +57,53 @@ def declared(path: Path) -> dict[str, Any]:
     return found
 
 
-@functools.cache
-def _module(path: Path) -> ModuleType:
+_LATEST: dict[Path, ModuleType] = {}
+_COPY_OF: weakref.WeakKeyDictionary[Any, tuple[Path, ModuleType]] = weakref.WeakKeyDictionary()
+
+
+def _fresh(path: Path) -> ModuleType:
+    """A new copy of a case file: it is executed for each build, so that what it keeps in globals starts as in a fresh process."""
     spec = importlib.util.spec_from_file_location(f"parity_case_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    _LATEST[path] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _later(path: Path, name: str) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        return getattr(_module(path), name)(*args)
-
-    return call
+def _latest(path: Path) -> ModuleType:
+    return _LATEST[path] if path in _LATEST else _fresh(path)
 
 
-def case_family(path: Path) -> Family:
+def _built(path: Path) -> tuple[Any, ModuleType]:
+    """What ``build()`` returns, and the copy of the file that it comes from."""
+    copy = _fresh(path)
+    module = copy.build()
+    with contextlib.suppress(TypeError):  # what is no module is told of later
+        _COPY_OF[module] = path, copy
+    return module, copy
+
+
+def _probes(path: Path, device: Any) -> Any:
+    return _latest(path).probes(device)
+
+
+def _between(path: Path, module: Any) -> None:
+    _, copy = _COPY_OF.get(module, (path, _latest(path)))
+    copy.between(module)
+
+
+@contextlib.contextmanager
+def _context(path: Path, device: Any) -> Iterator[None]:
+    """Of every copy whose module is still there: nobody says which of them runs."""
+    copies = [copy for home, copy in _COPY_OF.values() if home == path]
+    with contextlib.ExitStack() as stack:
+        for copy in copies or [_latest(path)]:
+            stack.enter_context(copy.context(device))
+        yield
+
+
+def case_family(path: Path) -> Family | Training:
     """The family of one case file. Raises CaseError naming what the file lacks, with an example of the right form."""
     names = declared(path)
     mode = names.get("MODE", "")
@@ -78,27 +112,57 @@ def case_family(path: Path) -> Family:
         missing.append("loss")
     if missing:
         raise CaseError(f"{path}: a case file needs {', '.join(missing)}; the right form:{EXAMPLE}")
-
-    def build(settings: Settings) -> Subject:
-        module = _module(path).build()
-        return Subject(module.train(mode == "training"), module)
-
     try:
-        return Family(
-            CASE,
-            path.stem,
-            mode,
-            build,
-            lambda size, batch: (),
-            other_batch=None,
-            arms=("bare", "graphed"),
-            unavailable="its MODE is training, and only inference is judged so far" if mode == "training" else "",
-            probes=_later(path, "probes"),
-            between=_later(path, "between") if "between" in names else None,
-            context=_later(path, "context") if "context" in names else None,
-        )
+        return (_trained if mode == "training" else _inferred)(path, names)
+    except CaseError:
+        raise
     except ValueError as error:
         raise CaseError(f"{path}: {error}: give the file another name") from error
+
+
+def _inferred(path: Path, names: dict[str, Any]) -> Family:
+    def build(settings: Settings) -> Subject:
+        module, _ = _built(path)
+        return Subject(module.eval(), module)
+
+    return Family(
+        CASE,
+        path.stem,
+        "inference",
+        build,
+        lambda size, batch: (),
+        other_batch=None,
+        arms=ARMS,
+        probes=functools.partial(_probes, path),
+        between=functools.partial(_between, path) if "between" in names else None,
+        context=functools.partial(_context, path) if "context" in names else None,
+    )
+
+
+def _trained(path: Path, names: dict[str, Any]) -> Training:
+    accumulate = names.get("ACCUMULATE", 1)
+    if type(accumulate) is not int or accumulate < 1:
+        raise CaseError(f"{path}: ACCUMULATE must be a whole number of batches, 1 or more, written as such")
+    if "between" in names:
+        raise CaseError(f"{path}: between(module) is called between probes of inference; a training step has none")
+
+    def build(settings: Settings) -> TrainSubject:
+        module, case = _built(path)
+        return TrainSubject(module.train(), module, lambda forward, *inputs: case.loss(forward(*inputs), *inputs))
+
+    return Training(
+        CASE,
+        path.stem,
+        "training",
+        build,
+        lambda settings, probe, seed: (),
+        batch=1,
+        dtypes=("float32",),
+        arms=ARMS,
+        accumulate=accumulate,
+        probes=functools.partial(_probes, path),
+        context=functools.partial(_context, path) if "context" in names else None,
+    )
 
 
 def _warm() -> None:

@@ -16,6 +16,7 @@ from types import ModuleType
 from parity.rows.case import CaseError, case_zoo
 from parity.rows.family import Family, Zoo
 from parity.rows.row import ARMS, DEFAULT_ARMS, MODES, Row
+from parity.rows.training import DTYPES, Training
 
 ENTRY_POINTS = "parity.families"
 _ANNOUNCED = "entry-points"
@@ -28,7 +29,7 @@ class DiscoveryError(Exception):
 @dataclass(frozen=True)
 class Selection:
     """Exact names; empty means all. ``size``: 'recommended', 'native', 'all', or an edge in pixels. ``arms`` empty: the default ones.
-    ``boundary`` None: all; else only rows cut there ('' for the family's own choice)."""
+    ``boundary`` None: all; else only rows cut there ('' for the family's own choice). ``dtypes``: of the settings."""
 
     zoos: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
@@ -37,6 +38,7 @@ class Selection:
     arms: tuple[str, ...] = ()
     size: str = "recommended"
     boundary: str | None = None
+    dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,27 @@ class Catalogue:
                 return zoo
         raise DiscoveryError(_unknown("zoo", name, [z.name for z in self.zoos]))
 
-    def family(self, row: Row) -> Family:
-        """The family of a row. Raises DiscoveryError with near names where there is none."""
-        keys = {f.key: f for f in self.zoo(row.zoo).families}
+    def declaration(self, row: Row) -> Family | Training:
+        """What declares a row. Raises DiscoveryError with near names where there is nothing."""
+        keys = {f.key: f for f in self.zoo(row.zoo).families if f.mode == row.mode}
         key = f"{row.zoo}/{row.family}/{row.task}"
         if key not in keys:
-            raise DiscoveryError(_unknown("family", key, list(keys)))
+            raise DiscoveryError(_unknown(f"family of mode {row.mode}", key, list(keys)))
         return keys[key]
+
+    def family(self, row: Row) -> Family:
+        """The family of an inference row. Raises DiscoveryError."""
+        found = self.declaration(row)
+        if not isinstance(found, Family):
+            raise DiscoveryError(f"{row.id}: a row of mode {row.mode}, where one of inference is needed")
+        return found
+
+    def training(self, row: Row) -> Training:
+        """The declaration of a training row. Raises DiscoveryError."""
+        found = self.declaration(row)
+        if not isinstance(found, Training):
+            raise DiscoveryError(f"{row.id}: a row of mode {row.mode}, where one of training is needed")
+        return found
 
     def select(self, selection: Selection) -> list[Row]:
         """The rows of a selection, in declaration order. Raises DiscoveryError for unknown names and for an empty selection."""
@@ -68,6 +84,7 @@ class Catalogue:
         _known("task", selection.tasks, (f.task for f in every))
         _known("mode", selection.modes, MODES)
         _known("arm", selection.arms, ARMS)
+        _known("dtype", selection.dtypes, (*DTYPES, *(row.settings.dtype for f in every for row in f.rows())))
         if not selection.size.isdigit():
             _known("size", (selection.size,), ("recommended", "native", "all"))
         arms = selection.arms or DEFAULT_ARMS
@@ -86,6 +103,7 @@ class Catalogue:
                 declared += [r.with_arm("eager") for r in declared if r.arm == family.arms[0]]
             rows += [r for r in declared if r.arm in arms and r.settings.size in sizes]
         rows = [r for r in rows if not selection.modes or r.mode in selection.modes]
+        rows = [r for r in rows if not selection.dtypes or r.settings.dtype in selection.dtypes]
         rows = [r for r in rows if selection.boundary is None or r.settings.boundary == selection.boundary]
         if not rows:
             raise DiscoveryError(f"no row answers to {selection}: name fewer conditions, or see `parity list`")
@@ -195,7 +213,7 @@ def discover(sources: Sequence[str | Path] = ("families",)) -> Catalogue:
     names = [z.name for z in zoos]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise DiscoveryError(f"declared twice: zoo {', '.join(twice)}")
-    keys = Counter(family.key for zoo in zoos for family in zoo.families)
+    keys = Counter(f"{family.key} ({family.mode})" for zoo in zoos for family in zoo.families)
     if twice := sorted(key for key, count in keys.items() if count > 1):
         raise DiscoveryError(f"declared twice: family {', '.join(twice)}")
     return Catalogue(tuple(zoos), tuple(str(s if is_announced(s) else Path(s).resolve()) for s in sources))

@@ -11,6 +11,8 @@ from parity.rows.row import DEFAULT_ARMS, Row, Settings
 if TYPE_CHECKING:
     import torch
 
+    from parity.rows.training import Training
+
 
 @dataclass(frozen=True)
 class Input:
@@ -66,7 +68,7 @@ class Expect:
 
     ``reason`` is for people and may not be empty. ``cause``: slug of DESIGN section 6. ``version``: prefix of the zoo's version it
     holds for, empty for all. ``engines``: where it can be seen. ``boundary``: the settings' boundary it is about. ``check``: the
-    one that must be the first to fail, for controls.
+    one that must be the first to fail, for controls. ``dtypes``: the settings' dtypes it is about, empty for all.
     """
 
     verdict: str
@@ -76,6 +78,7 @@ class Expect:
     engines: tuple[str, ...] = ("cuda", "emulated")
     boundary: str = ""
     check: str = ""
+    dtypes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.reason.split()) < 3:
@@ -114,6 +117,8 @@ class Family:
     between: Callable[[Any], None] | None = None
     context: Callable[[Any], Any] | None = None
 
+    mode = "inference"
+
     def __post_init__(self) -> None:
         if not self.sizes or len(set(self.sizes)) != len(self.sizes):
             raise ValueError(f"{self.key}: sizes={self.sizes} must name each size once")
@@ -136,10 +141,16 @@ class Family:
 
     def expectation(self, row: Row, engine: str, version: str) -> Expect | None:
         """What is declared for a row on an engine ('cuda' or 'emulated') and a zoo version; None: the safe verdict."""
-        for expect in self.expected.get(row.arm, ()):
-            if engine in expect.engines and version.startswith(expect.version) and expect.boundary == row.settings.boundary:
-                return expect
-        return None
+        return expectation(self.expected, row, engine, version)
+
+
+def expectation(expected: Mapping[str, tuple[Expect, ...]], row: Row, engine: str, version: str) -> Expect | None:
+    """The first declaration, of those for the row's arm, that is about this row, engine and zoo version."""
+    for expect in expected.get(row.arm, ()):
+        fits = expect.boundary == row.settings.boundary and (not expect.dtypes or row.settings.dtype in expect.dtypes)
+        if fits and engine in expect.engines and version.startswith(expect.version):
+            return expect
+    return None
 
 
 @dataclass(frozen=True)
@@ -153,7 +164,7 @@ class Zoo:
     name: str
     module: str
     install: str
-    families: tuple[Family, ...]
+    families: tuple[Family | Training, ...]
     warm: Callable[[], None]
     version: Callable[[], str]
     environment: Callable[[], Mapping[str, str]] = dict

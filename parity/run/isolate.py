@@ -46,7 +46,7 @@ class Options:
     seed: int = 0
     isolation: str = "warm"
     devices: tuple[str, ...] = ()
-    judge: str = "parity.judge.inference:judge"
+    judge: str = "parity.judge.judging:judge"
 
     def __post_init__(self) -> None:
         if self.engine not in ("cuda", "emulated"):

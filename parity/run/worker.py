@@ -42,6 +42,7 @@ def serve(connection: Connection, task: Mapping[str, Any], warmth: warm.Warmth |
     _redirect(task["log"])
     if task["device"] is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = task["device"]
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA starts; deterministic algorithms demand it
     asked = _block_network()
     try:
         if warmth is None:
@@ -117,7 +118,7 @@ class Child:
         if row.zoo in self._warmth.missing:
             status, message = self._warmth.missing[row.zoo]
             return Outcome(row.id, status, message=message)
-        if reason := self._warmth.catalogue.family(row).unavailable:
+        if reason := self._warmth.catalogue.declaration(row).unavailable:
             return Outcome(row.id, "unavailable", message=reason)
         return None
 

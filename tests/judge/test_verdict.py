@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parity.judge.outcome import CAUSES, INFERENCE_CHECKS, STATUSES, Check, Outcome
+from parity.judge.outcome import CAUSES, INFERENCE_CHECKS, STATUSES, TRAINING_CHECKS, Check, Outcome
 from parity.judge.verdict import SAFE, VERDICTS, Verdict, as_expected, verdict_of
 from parity.rows.family import Expect
 
@@ -46,8 +46,40 @@ def test_what_a_failed_check_means(check: str, figures: dict[str, Any], verdict:
     assert verdict_of(outcome(named), engine) == Verdict(verdict, "side-stream", "model.py:3 x", "a detail", check)
 
 
+TRAINING_FAILURES = [
+    ("eager_step", {}, "vacuous", "dead-input"),
+    ("capture", {}, "uncapturable", "unknown"),
+    ("capture", {"not_graphed": True}, "not_graphed", "host-state"),
+    ("loss", {}, "wrong", "unknown"),
+    ("outputs", {}, "wrong", "unknown"),
+    ("buffers", {}, "wrong", "unknown"),
+    ("gradients", {}, "wrong", "unknown"),
+    ("rng", {}, "wrong", "unknown"),
+    ("accumulation", {}, "wrong", "unknown"),
+    ("proof", {}, "unproven", "unknown"),
+    ("trajectory", {}, "wrong", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("check", "figures", "verdict", "cause"), TRAINING_FAILURES)
+def test_what_a_failed_check_of_training_means(check: str, figures: dict[str, Any], verdict: str, cause: str) -> None:
+    others = [Check(name, "passed") for name in TRAINING_CHECKS if name != check]
+    failed = Check(check, "failed", "a detail", figures=figures)
+    assert verdict_of(outcome(*others, failed), "cuda") == Verdict(verdict, cause, "", "a detail", check)
+
+
+@pytest.mark.parametrize("missing", [name for name in TRAINING_CHECKS if name != "eager_step"])
+def test_every_check_of_training_has_to_be_passed(missing: str) -> None:
+    whole = [Check(name, "passed") for name in TRAINING_CHECKS]
+    assert verdict_of(outcome(*whole), "emulated") == Verdict("screened")
+    for gap in ([c for c in whole if c.name != missing], [Check(missing, "skipped") if c.name == missing else c for c in whole]):
+        with pytest.raises(ValueError, match=f"no check failed, yet no {missing} was judged"):
+            verdict_of(outcome(*gap), "cuda")
+
+
 def test_the_table_is_whole() -> None:
     assert {check for check, *_ in FAILURES} == set(INFERENCE_CHECKS)
+    assert {check for check, *_ in TRAINING_FAILURES} == set(TRAINING_CHECKS)
     assert {v for _, _, v, _ in FAILURES} <= set(VERDICTS)
     assert {c for *_, c in FAILURES} <= set(CAUSES)
 
@@ -119,7 +151,8 @@ def test_safe_verdicts_are_verdicts() -> None:
 
 
 def test_an_outcome_comes_back_from_its_dictionary() -> None:
-    whole = outcome(REPLAYED, probes=({"probe": "A"},), leaves=("x",), notes=("n",), seconds={"arm": 1.0}, environment={"torch": "2"})
+    whole = outcome(REPLAYED, probes=({"probe": "A"},), leaves=("x",), notes=("n",), seconds={"arm": 1.0}, environment={"torch": "2"},
+                    training={"class": "exact", "tensors": [0, 4]})  # fmt: skip
     assert Outcome.from_dict(whole.to_dict()) == whole
 
 

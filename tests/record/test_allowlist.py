@@ -13,7 +13,21 @@ from parity.record.allowlist import build_allowlist, render_allowlist, write_all
 from parity.record.files import RecordError
 from parity.runtime.allowlist import Allowlist, Environment, Tried
 
-from .records import H200, H200_NAME, YOLO9, failing, family, passing, record, small_matrix
+from .records import (
+    H200,
+    H200_NAME,
+    YOLO9,
+    failing,
+    family,
+    one_failed,
+    passing,
+    record,
+    small_matrix,
+    small_training,
+    told,
+    trained,
+    training,
+)  # fmt: skip
 
 
 def _keys(records):
@@ -69,7 +83,7 @@ def test_environments_each_have_their_certificate():
 
 
 def test_the_text_is_the_same_in_any_order_and_reads_back(tmp_path):
-    records = small_matrix()
+    records = [*small_matrix(), *small_training()]
     text = render_allowlist(build_allowlist(records))
     for seed in range(5):
         random.Random(seed).shuffle(records)
@@ -103,3 +117,53 @@ def test_a_skipped_interleave_certifies_its_own_shape_only():
     checks = [Check("capture", "passed"), Check("replay", "passed"), Check("interleave", "skipped", "no other size")]
     (found,) = build_allowlist([record(checks=checks, of=YOLO9)]).certificates
     assert [(t.size, t.batch) for t in found.tried] == [(64, 1)]
+
+
+# --- training
+
+NOISE = told("eager_noise", "cudnn-deterministic", cause="nondeterministic-kernel")
+UNPROVEN = {"says": told(""), "checks": one_failed("proof", "unknown")}
+
+
+def test_only_certified_graphed_rows_of_training_on_a_device():
+    assert _keys(small_training()) == [
+        f"libreyolo/{name}/training" for name in ("dfine/detect", "ec/detect", "resnet/classify", "rtmdet/detect")
+    ]
+    assert _keys([trained("native")]) == _keys([trained("bare")]) == []
+    assert _keys([trained(engine="emulated")]) == []
+    assert _keys([trained(of=training(zoo="controls"))]) == []
+    assert _keys([trained(captures=0)]) == _keys([trained(replays=0)]) == []
+    assert _keys([trained(**UNPROVEN)]) == []
+    assert _keys([trained(says=told("own_rng", cause="rng"))]) == [], "nothing proves it"
+
+
+def test_a_certificate_of_training_says_class_and_proof_of_each_setting():
+    (found,) = build_allowlist([trained(), trained(says=NOISE, dtype="float32"), trained(dtype="bfloat16", **UNPROVEN)]).certificates
+    assert found.grade == "eager_noise"
+    assert found.proof == ("64px-b2-float16: exact", "64px-b2-float32: eager_noise, proved by cudnn-deterministic")
+    assert [t.dtype for t in found.tried] == ["float16", "float32"]
+    assert found.tried[0].shapes == ((2, 3, 64, 64), (2, 5, 5))
+    assert found.boundary == "the whole network"
+    assert [row.split("/")[4] for row in found.rows] == ["64px-b2-float16", "64px-b2-float32"]
+    entry = found.to_dict()
+    assert (entry["mode"], entry["class"], tuple(entry["proof"])) == ("training", "eager_noise", found.proof)
+
+
+def test_a_certificate_of_inference_has_neither():
+    (found,) = build_allowlist([record()]).certificates
+    assert not {"class", "proof", "grade"} & set(found.to_dict())
+
+
+def test_a_wrong_setting_takes_the_family_out_and_an_unproven_one_itself():
+    key = ["libreyolo/yolox/detect/training"]
+    assert _keys([trained(), trained(dtype="float32", **UNPROVEN)]) == key
+    for check in ("gradients", "accumulation", "trajectory"):
+        assert _keys([trained(), trained(says=told(""), dtype="float32", checks=one_failed(check, "buffer-drift"))]) == []
+    assert _keys([trained(), trained(dtype="float32", status="crashed")]) == key
+
+
+def test_the_modes_of_a_family_do_not_answer_for_each_other():
+    wrong = trained(says=told(""), checks=one_failed("gradients", "buffer-drift"))
+    assert _keys([record(), wrong]) == ["libreyolo/yolox/detect/inference"]
+    assert _keys([record(checks=failing("replay", "rng")), trained()]) == ["libreyolo/yolox/detect/training"]
+    assert len(_keys([record(), trained()])) == 2

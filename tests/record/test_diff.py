@@ -6,7 +6,7 @@ from parity.judge.outcome import Check
 from parity.record.diff import Change, diff, exit_code, render_diff
 from parity.record.line import census
 
-from .records import H200, failing, family, passing, record, small_matrix
+from .records import H200, failing, family, one_failed, passing, record, small_matrix, small_training, told, trained
 
 
 def _one(old, new) -> Change:
@@ -16,6 +16,7 @@ def _one(old, new) -> Change:
 
 def test_nothing_changed():
     assert diff(small_matrix(), small_matrix()) == []
+    assert diff(small_training(), small_training()) == []
     assert render_diff([]) == "nothing changed\n"
     assert exit_code([]) == 0
 
@@ -46,8 +47,32 @@ def test_a_cause_and_a_line():
 
 
 def test_a_class():
-    change = _one([record() | {"class": "exact"}], [record() | {"class": "one_ulp"}])
-    assert (change.kind, change.message) == ("class", "exact -> one_ulp")
+    changes = diff([trained()], [trained(says=told("one_ulp", "incoming-layout", cause="grad-layout", tensors=(2, 240)))])
+    assert [(c.kind, c.message) for c in changes] == [
+        ("cause", "none -> grad-layout"),
+        ("class", "exact -> one_ulp"),
+        ("proof", "no condition -> incoming-layout: needs incoming-layout besides"),
+        ("figures", "tensors 0 of 240 differing -> 2 of 240 differing"),
+    ]
+    assert [exit_code([c]) for c in changes] == [1, 1, 1, 0]
+    assert diff([trained()], [trained()]) == []
+
+
+def test_a_proof():
+    one, other = (trained(says=told("eager_noise", *proof)) for proof in (("a", "b"), ("b", "c")))
+    change = _one([one], [other])
+    assert (change.kind, change.message) == ("proof", "a, b -> b, c: needs c besides and no longer needs a")
+    assert exit_code([change]) == 1
+    assert diff([one], [trained(says=told("eager_noise", "b", "a"))]) == [], "their order says nothing"
+
+
+def test_a_class_is_lost_with_the_verdict():
+    changes = diff([trained(says=told("one_ulp", "a"))], [trained(says=told(""), checks=one_failed("proof", "unknown"))])
+    assert [(c.kind, c.message) for c in changes][:3] == [
+        ("verdict", "certified (one_ulp) -> unproven (unknown)"),
+        ("class", "one_ulp -> none"),
+        ("proof", "a -> no condition: no longer needs a"),
+    ]
 
 
 def test_the_kernel_census():

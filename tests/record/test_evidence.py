@@ -15,16 +15,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.judge.outcome import CAUSES, INFERENCE_CHECKS, Check, Outcome
+from parity.judge.outcome import CAUSES, CLASSES, INFERENCE_CHECKS, Check, Outcome
 from parity.judge.verdict import verdict_of
 from parity.record import evidence
 from parity.record.evidence import EvidenceFile, evidence_path, latest, merge, read_all, read_evidence, render
 from parity.record.files import RecordError, write_atomic
-from parity.record.line import environment_name, is_expected, outcome_of, record_of, validate
+from parity.record.grade import FIELDS
+from parity.record.line import environment_name, is_expected, mark_healed, outcome_of, record_of, validate
 from parity.rows.family import Expect
 from parity.rows.row import Row
 
-from .records import CPU, CPU_NAME, H200, H200_NAME, PPYOLOE, YOLO9, failing, family, record, small_matrix, write
+from .records import (
+    CPU,
+    CPU_NAME,
+    H200,
+    H200_NAME,
+    PPYOLOE,
+    YOLO9,
+    failing,
+    family,
+    one_failed,
+    record,
+    small_matrix,
+    small_training,
+    told,
+    trained,
+    training,
+    write,
+)  # fmt: skip
 
 TEXT = st.text(max_size=12)
 JSON = st.recursive(
@@ -54,6 +72,63 @@ def test_a_record_read_back_gives_its_outcome_and_verdict(checks, engine, note, 
     validate(back)
     found = verdict_of(outcome_of(back), engine)
     assert (found.verdict, found.cause, found.where) == (entry["verdict"], entry["cause"], entry["where"])
+
+
+NAMES = st.from_regex(r"[a-z0-9:_-]{1,12}", fullmatch=True)
+TRAINING = st.builds(
+    lambda name, proof, cause, tensors, more: told(name, *proof, cause=cause, tensors=(min(tensors), max(tensors)), **more),
+    st.sampled_from(CLASSES),
+    st.lists(NAMES, min_size=1, max_size=3, unique=True),
+    st.sampled_from(("", *CAUSES)),
+    st.tuples(st.integers(0, 999), st.integers(0, 999)),
+    st.fixed_dictionaries(dict.fromkeys(("ops", "tried", "quorum", "trajectory", "p_value", "worst", "max_ulp"), JSON)),
+)
+
+
+@given(TRAINING, st.sampled_from(("float16", "bfloat16", "float32")), st.sampled_from(("cuda", "emulated")))
+def test_a_training_record_read_back_gives_its_outcome_and_verdict(says, dtype, engine):
+    entry = trained(says=says, dtype=dtype, engine=engine)
+    back = json.loads(render([entry]))
+    assert back == entry
+    validate(back)
+    found = outcome_of(back)
+    assert found.training == entry["training"]
+    assert [entry[name] for name in ("class", "proof", "tensors")] == [says[name] for name in ("class", "proof", "tensors")]
+    assert verdict_of(found, engine).verdict == entry["verdict"]
+
+
+def test_only_training_rows_have_a_class_and_a_proof():
+    assert set(trained()) - set(record()) == set(FIELDS)
+    assert not set(record()) & set(FIELDS)
+    assert (trained()["class"], trained()["proof"], trained()["tensors"]) == ("exact", [], [0, 240])
+
+
+@pytest.mark.parametrize("status", ["unavailable", "crashed", "timed_out", "out_of_memory", "broken"])
+def test_a_training_row_that_was_not_judged_has_none_either(status):
+    entry = trained(status=status)
+    validate(entry)
+    assert [entry[name] for name in FIELDS] == ["", [], [], {}]
+
+
+def test_an_unproven_row_is_valid_and_has_no_class():
+    entry = trained(says=told(""), checks=one_failed("proof", "unknown"))
+    validate(entry)
+    assert (entry["verdict"], entry["class"], entry["tried"]) == ("unproven", "", [])
+
+
+def test_a_training_row_was_tried_at_the_shapes_of_its_batch():
+    (tried,) = trained()["tried"]
+    assert tried == {"size": 64, "batch": 2, "dtype": "float16", "shapes": [[2, 3, 64, 64], [2, 5, 5]]}
+
+
+COMMITTED = sorted((Path(__file__).parents[2] / "reports" / "evidence").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_evidence_reads_back_as_it_was_written(path):
+    records = read_evidence(path)
+    assert records
+    assert render(records) == path.read_text()
 
 
 def test_a_record_has_what_the_design_promises():
@@ -218,6 +293,17 @@ def _edited(**changes: Any) -> str:
     return json.dumps(record("bare") | changes)
 
 
+UNPROVEN = trained(says=told(""), checks=one_failed("proof", "unknown"))
+
+
+def _changed(of: Any = None, without: str = "", both: dict[str, Any] | None = None, **changes: Any) -> str:
+    """A training record of class ``one_ulp`` with fields changed; ``both``: under ``training`` too."""
+    entry = of or trained(says=told("one_ulp", "incoming-layout", tensors=(1, 240)))
+    both = both or {}
+    entry = entry | both | {"training": entry["training"] | both} | changes
+    return json.dumps({name: value for name, value in entry.items() if name != without})
+
+
 WRONG = failing("replay", "stale-constant")
 LINES = {
     "truncated": (_edited()[:200], r"not JSON"),
@@ -243,6 +329,32 @@ LINES = {
     "check without a name": (_edited(checks=[{"status": "passed"}]), r"not an outcome"),
     "check with an odd status": (_edited(checks=[{"name": "replay", "status": "fine"}]), r"the status 'fine'"),
     "proves nothing": (_edited(checks=[]), r"this record proves nothing"),
+    "a class in inference": (_edited(**{"class": "exact"}), r"a row of mode inference has no class"),
+    "training without a class": (_changed(without="class"), r"a row of mode training lacks class"),
+    "training without itself": (_changed(without="training"), r"a row of mode training lacks training"),
+    "training that is a list": (_changed(training=["exact"]), r"training is list"),
+    "edited class": (_changed(**{"class": "exact"}), r"its class contradicts what stands under training"),
+    "edited proof": (_changed(proof=["a"]), r"its proof contradicts what stands under training"),
+    "edited count": (_changed(tensors=[0, 240]), r"its tensors contradicts what stands under training"),
+    "a class of its own": (_changed(both={"class": "nearly"}), r"certified, but of class 'nearly': exact, one_ulp, "),
+    "safe without a class": (_changed(both={"class": ""}), r"certified, but of class ''"),
+    "a class without a proof": (_changed(both={"proof": []}), r"of class one_ulp without a proof: that is unproven"),
+    "a proof of one word": (_changed(both={"proof": "incoming-layout"}), r"proof must be a list of names"),
+    "a proof with a comma": (_changed(both={"proof": ["a, b"]}), r"proof must be a list of names without commas"),
+    "more differ than there are": (_changed(both={"tensors": [3, 2]}), r"tensors must be how many differ and how many there are"),
+    "a count of truths": (_changed(both={"tensors": [False, 2]}), r"tensors must be how many differ"),
+    "unproven, made certified": (
+        json.dumps(
+            UNPROVEN
+            | {"verdict": "certified", "cause": "", "detail": "", "check": "", "class": "exact"}
+            | {"training": UNPROVEN["training"] | {"class": "exact"}}
+        ),
+        r"edited by hand: it says verdict 'certified' where the checks give 'unproven'",
+    ),
+    "unproven with a class": (
+        _changed(of=UNPROVEN, both={"class": "exact"}),
+        r"unproven, but of class 'exact': only safe rows have one",
+    ),
     "another environment": (json.dumps(record("bare", engine="emulated")), r"one file per environment"),
     "not text": ("\udcff\udcfe", r"not JSON"),
 }
@@ -373,6 +485,18 @@ def test_merging_is_commutative_idempotent_and_keeps_the_last(entries, cut):
     for entry in sorted(entries, key=lambda r: r["recorded"]):
         newest[entry["id"]] = entry["seed"]
     assert {r["id"]: r["seed"] for r in merged} == newest
+
+
+def test_both_modes_share_a_file_and_are_told_apart(tmp_path):
+    path = write(tmp_path / "a.jsonl", *small_training(), record(), trained("native", told(""), checks=one_failed("loss", "rng")))
+    EvidenceFile.open(path).close()
+    back = read_evidence(path)
+    assert [r["mode"] for r in back].count("inference") == 1
+    assert latest([back]) == mark_healed(back)
+    healed = {r["id"]: r["healed"] for r in back if r["healed"]}
+    assert healed == {}, "a wrong native row heals nothing of another mode or family"
+    EvidenceFile.open(write(path, trained(of=training()))).close()
+    assert [r["healed"] for r in read_evidence(path) if r["id"] == trained()["id"]] == [{"native": "rng"}]
 
 
 def test_shards_merge_into_one_file_and_heal_across_them(tmp_path):

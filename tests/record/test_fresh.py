@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,11 @@ from parity.judge.outcome import PROTOCOL
 from parity.record import fresh
 from parity.record.fresh import fingerprint, judge_fingerprint, missing_or_stale, stale
 from parity.rows.family import Expect, Family, Fixed
-from parity.rows.row import Settings
+from parity.rows.row import MODES, Row, Settings
+from parity.rows.training import Training
 
 from . import records
-from .records import YOLO9, build, failing, family, record
+from .records import YOLO9, build, draw, failing, family, record, trained, training
 
 
 def closed_over(name: str) -> object:
@@ -54,6 +56,30 @@ def test_every_part_of_a_declaration_counts():
     assert fingerprint(family()) == fingerprint(family())
 
 
+TRAINING_CHANGES = {
+    "name": {"name": "other"},
+    "size": {"size": 32},
+    "other size": {"other_size": 96},
+    "batch": {"batch": 4},
+    "accumulate": {"accumulate": 3},
+    "dtypes": {"dtypes": ("float16",)},
+    "seam": {"seam": "backbone and encoder"},
+    "mechanism": {"mechanism": "encoder"},
+    "builder": {"build": closed_over("a")},
+    "what it closes over": {"build": closed_over("b")},
+    "draw": {"draw": functools.partial(draw, probe="A")},
+    "expected": {"expected": {"native": (Expect("wrong", "for a new reason"),)}},
+    "expected dtypes": {"expected": {"native": (Expect("wrong", "for a new reason", dtypes=("float32",)),)}},
+}
+
+
+def test_every_part_of_a_training_declaration_counts():
+    prints = {fingerprint(training()), *(fingerprint(dataclasses.replace(training(), **c)) for c in TRAINING_CHANGES.values())}
+    assert len(prints) == len(TRAINING_CHANGES) + 1
+    assert fingerprint(training()) == fingerprint(training())
+    assert fingerprint(training()) != fingerprint(family())
+
+
 def test_the_source_of_the_builder_counts(tmp_path):
     prints = []
     for body in ("return 1", "return 2"):
@@ -68,10 +94,10 @@ def test_the_source_of_the_builder_counts(tmp_path):
 
 
 def test_a_fingerprint_is_the_same_in_another_process():
-    names = f"from {records.__name__} import YOLO9; from parity.record.fresh import *"
-    code = f"import sys; sys.path[:] = {sys.path!r}; {names}; print(fingerprint(YOLO9), judge_fingerprint())"
+    names = f"from {records.__name__} import YOLO9; from parity.record.fresh import *; from parity.rows.row import MODES"
+    code = f"import sys; sys.path[:] = {sys.path!r}; {names}; print(fingerprint(YOLO9), *map(judge_fingerprint, MODES))"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})
-    assert told.stdout.split() == [fingerprint(YOLO9), judge_fingerprint()]
+    assert told.stdout.split() == [fingerprint(YOLO9), *map(judge_fingerprint, MODES)]
 
 
 def test_every_source_counts_by_name_and_code(tmp_path):
@@ -92,6 +118,90 @@ def test_what_the_judge_imports_is_found_however_deep():
     inside = {"judge/bits.py", "judge/walk.py", "judge/script.py", "runtime/cuda.py", "runtime/runner.py", "runtime/emulated/tape.py"}
     assert inside <= found
     assert not found & {"cli.py", "judge/verdict.py", "record/fresh.py", "run/worker.py", "rows/discovery.py"}
+
+
+PACKAGE = {
+    "__init__": "",
+    "judge/__init__": "",
+    "judge/judging": "def judge():\n    from small.judge import inference, training",
+    "judge/inference": "from small.judge import bits, walk",
+    "judge/walk": "",
+    "judge/training": "from small.judge import bits\nfrom small.runtime import step",
+    "judge/bits": "",
+    "runtime/step": "",
+}
+
+
+def _prints(folder: Path, **edits: str) -> dict[str, str]:
+    """The fingerprints of a small package with code added to files: ``judge__bits="x = 1"``."""
+    files = dict(PACKAGE)
+    for name, code in edits.items():
+        name = name.replace("__", "/")
+        files[name] = f"{files.get(name, '')}\n{code}\n"
+    for name, text in files.items():
+        path = folder / "small" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return {mode: judge_fingerprint(mode, folder / "small") for mode in MODES}
+
+
+@pytest.mark.parametrize(
+    ("edits", "stale"),
+    [
+        ({}, ()),
+        ({"judge__training": "x = 1"}, ("training",)),
+        ({"runtime__step": "x = 1"}, ("training",)),
+        ({"judge__quorum": "x = 1"}, ()),
+        ({"judge__quorum": "x = 1", "judge__training": "from small.judge import quorum"}, ("training",)),
+        ({"judge__judging": "x = 1"}, ()),
+        ({"judge__inference": "x = 1"}, ("inference",)),
+        ({"judge__walk": "x = 1"}, ("inference",)),
+        ({"judge__bits": "x = 1"}, ("inference", "training")),
+    ],
+    ids=lambda value: " ".join(value) or "nothing",
+)
+def test_a_change_of_one_modes_judge_leaves_the_evidence_of_the_other_fresh(tmp_path, edits, stale):
+    base, edited = _prints(tmp_path / "base"), _prints(tmp_path / "edited", **edits)
+    assert tuple(mode for mode in MODES if edited[mode] != base[mode]) == stale
+
+
+def test_what_training_alone_needs_does_not_touch_the_evidence_of_inference(tmp_path):
+    """In a copy of this very package."""
+    copies = [tmp_path / name / "parity" for name in ("base", "edited")]
+    shutil.copytree(Path(parity.__file__).parent, copies[0], ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(*copies)
+    mine, others = (fresh.imported(copies[0], f"judge/{mode}.py") for mode in ("training", "inference"))
+    alone = sorted(mine - others)
+    assert "judge/training.py" in alone
+    for name in alone:
+        with (copies[1] / name).open("a") as file:
+            file.write("\nadded = 1\n")
+    prints = [{mode: judge_fingerprint(mode, copy) for mode in MODES} for copy in copies]
+    assert prints[0]["inference"] == prints[1]["inference"]
+    assert prints[0]["training"] != prints[1]["training"]
+
+
+def test_evidence_is_stale_by_the_judge_of_its_own_mode(monkeypatch):
+    entries = [record(), trained()]
+    real = judge_fingerprint
+    monkeypatch.setattr(fresh, "judge_fingerprint", lambda mode: "0" * 16 if mode == "training" else real(mode))
+    reasons = [stale(entry, entry["fingerprint"], entry["zoo_version"]) for entry in entries]
+    assert reasons[0] == ""
+    assert "the judge or the runtime changed" in reasons[1]
+
+
+def test_a_family_and_its_training_are_stale_apart():
+    inference, trains = family(), training()
+    entries = [record(), trained()]
+    rows = [Row.parse(entry["id"]) for entry in entries]
+
+    def due(*declared: Family | Training) -> list[str]:
+        found = missing_or_stale(rows, entries, lambda row: {d.mode: d for d in declared}[row.mode], {"libreyolo": "1.6.0"})
+        return [row.mode for row, _ in found]
+
+    assert due(inference, trains) == []
+    assert due(family(other_size=32), trains) == ["inference"]
+    assert due(inference, training(batch=2, accumulate=3)) == ["training"]
 
 
 def test_imports_of_every_form_are_followed(tmp_path):

@@ -10,7 +10,21 @@ from parity.record.line import rerun
 from parity.rows.family import Expect
 from parity.runtime.allowlist import Allowlist
 
-from .records import H200, H200_NAME, YOLO9, failing, family, record, row_of, small_matrix
+from .records import (
+    H200,
+    H200_NAME,
+    YOLO9,
+    failing,
+    family,
+    one_failed,
+    record,
+    row_of,
+    small_matrix,
+    small_training,
+    told,
+    trained,
+    training,
+)  # fmt: skip
 
 X, Y = family("x"), family("y")
 BASE = [record(of=X), record(of=Y)]
@@ -63,7 +77,7 @@ def test_unlisted_success():
 def test_a_missing_row():
     found = _alone(_gate(BASE[:1], rows=[row_of(entry) for entry in BASE]), "missing row")
     assert found.row == BASE[1]["id"]
-    wanted = "parity certify --zoo libreyolo --family y --task detect --arm graphed --size 64 --engine cuda"
+    wanted = "parity certify --zoo libreyolo --family y --task detect --mode inference --arm graphed --size 64 --engine cuda"
     assert found.command == wanted
 
 
@@ -154,3 +168,92 @@ def test_the_worst_stands_first_and_a_finding_is_told_with_its_command():
     assert exit_code([*findings, Finding("no baseline", "a", "b", "c")]) == 2
     assert str(findings[1]).splitlines()[1] == "    parity report"
     assert set(findings[0].to_dict()) == {"kind", "row", "message", "command"}
+
+
+# --- training
+
+NOISE = told("eager_noise", "cudnn-deterministic", "math-sdpa", cause="nondeterministic-kernel", tensors=(3, 240))
+TRAINED = [trained(), trained(says=NOISE, dtype="float32")]
+TRAINING_LIST = build_allowlist(TRAINED)
+
+
+def _trained(says, dtype="float32", **more):
+    """The rows of TRAINED, the one of that dtype as told."""
+    return [trained(says=says, dtype=dtype, **more), *(entry for entry in TRAINED if not entry["settings"].endswith(dtype))]
+
+
+def test_training_that_agrees_gives_nothing():
+    assert _gate(TRAINED, TRAINING_LIST) == []
+    whole = [*small_matrix()[:-1], *small_training()]
+    assert _gate(whole, build_allowlist(whole), complete=True) == []
+
+
+def test_another_class_must_be_looked_at():
+    found = _alone(_gate(_trained(told("one_ulp", "cudnn-deterministic")), TRAINING_LIST), "class changed")
+    assert found.row == TRAINED[1]["id"]
+    assert found.message == (
+        f"was eager_noise on {H200_NAME}, is now one_ulp; proved by cudnn-deterministic, math-sdpa then, by cudnn-deterministic now"
+    )
+    assert found.command == f"{rerun(row_of(TRAINED[1]), 'cuda')}  # if it is meant: parity report"
+    assert "--mode training" in found.command
+    assert "--dtype float32" in found.command
+    assert _alone(_gate(_trained(told()), TRAINING_LIST), "class changed"), "a better one is no surprise that nobody sees"
+
+
+def test_a_weaker_proof_must_be_looked_at():
+    found = _alone(_gate(_trained(told("eager_noise", "cudnn-deterministic", "tf32-off")), TRAINING_LIST), "weaker proof")
+    assert found.message.startswith("equal to eager only with tf32-off besides, which its certificate does not ask for; proved by ")
+    more = told("eager_noise", "cudnn-deterministic", "math-sdpa", "tf32-off")
+    assert _alone(_gate(_trained(more), TRAINING_LIST), "weaker proof")
+    generator = told("exact", "rng-aligned", cause="rng")
+    assert _alone(_gate(_trained(generator, "float16"), TRAINING_LIST), "weaker proof").row == TRAINED[0]["id"]
+
+
+def test_a_stronger_proof_outdates_the_certificate():
+    found = _alone(_gate(_trained(told("eager_noise", "math-sdpa")), TRAINING_LIST), "outdated certificate")
+    assert found.command == "parity report"
+
+
+def test_the_order_of_conditions_says_nothing():
+    assert _gate(_trained(NOISE | {"proof": NOISE["proof"][::-1]}), TRAINING_LIST) == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"checks": one_failed("proof", "unknown"), "says": told("")},
+        {"checks": one_failed("capture", "host-sync"), "says": told("")},
+        {"status": "crashed", "says": told("")},
+        {"status": "timed_out", "says": told("")},
+        {"says": told("own_rng", cause="rng")},
+    ],
+)
+def test_a_certified_setting_that_is_safe_no_more_is_a_regression(entry):
+    found = _alone(_gate(_trained(**entry), TRAINING_LIST), "regression")
+    assert found.row == TRAINED[1]["id"]
+    assert "--dtype float32" in found.command
+
+
+def test_a_wrong_setting_regresses_even_where_the_certificate_does_not_name_it():
+    wrong = trained("graphed", told(""), dtype="bfloat16", checks=one_failed("gradients", "buffer-drift"))
+    assert _alone(_gate([*TRAINED, wrong], TRAINING_LIST), "regression").row == wrong["id"]
+
+
+def test_an_unproven_setting_beside_a_certificate_is_not_the_gates_business():
+    unproven = trained("graphed", told(""), dtype="bfloat16", checks=one_failed("proof", "unknown"))
+    assert _gate([*TRAINED, unproven], TRAINING_LIST) == []
+    assert build_allowlist([*TRAINED, unproven]) == TRAINING_LIST
+
+
+def test_a_setting_that_its_familys_certificate_does_not_name():
+    found = _alone(_gate([*TRAINED, trained(dtype="bfloat16")], TRAINING_LIST), "unlisted success")
+    assert found.row.endswith("/64px-b2-bfloat16/graphed")
+
+
+def test_modes_do_not_answer_for_each_other():
+    assert _alone(_gate([*TRAINED, *BASE], TRAINING_LIST, rows=[row_of(e) for e in [*TRAINED, BASE[0]]]), "unlisted success").row == (
+        "libreyolo/x/detect/inference"
+    )
+    control = training("drops", "control", zoo="controls", expected={"bare": (Expect("wrong", "it drops a gradient", "host-state"),)})
+    assert _gate([*TRAINED, trained("bare", told(""), of=control, checks=one_failed("gradients", "host-state"))], TRAINING_LIST) == []
+    assert _alone(_gate([*TRAINED, trained("bare", of=control)], TRAINING_LIST), "control survived")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parity.record.junit import render_junit, write_junit
 
-from .records import failing, record, small_matrix
+from .records import failing, one_failed, record, small_matrix, told, trained
 
 
 def _suite(records):
@@ -28,6 +28,27 @@ def test_each_row_is_a_case(tmp_path):
     assert next(suite.iter("skipped")).get("message") == "its weights need the network"
     write_junit(rows, tmp_path / "junit.xml")
     assert (tmp_path / "junit.xml").read_text() == render_junit(rows)
+
+
+def test_a_training_row_has_its_class_and_proof_as_properties():
+    entry = trained(says=told("one_ulp", "a", "b", cause="grad-layout"))
+    (case,) = _suite([entry])
+    assert case.get("name") == entry["id"]
+    assert {p.get("name"): p.get("value") for p in case.iter("property")} == {
+        "class": "one_ulp",
+        "proof": "a, b",
+        "cause": "grad-layout",
+    }
+    assert not list(case.iter("failure"))
+    assert not list(_suite([record()]).iter("property"))
+
+
+def test_an_unproven_row_fails_with_the_command():
+    entry = trained(says=told(""), checks=one_failed("proof", "unknown"))
+    (failure,) = _suite([entry]).iter("failure")
+    assert failure.get("message") == "unproven (unknown), declared certified"
+    assert entry["command"] in failure.text
+    assert not list(_suite([entry]).iter("property"))
 
 
 @given(st.text(st.characters(codec=None)))

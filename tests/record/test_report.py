@@ -10,15 +10,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.judge.outcome import CAUSES
+from parity.judge.outcome import CAUSES, CLASSES
 from parity.record.advice import ADVICE
+from parity.record.bench import Measurement, Spread, bench_path, bench_section, write_bench
 from parity.record.evidence import evidence_path
 from parity.record.files import RecordError
 from parity.record.line import mark_healed
-from parity.record.report import MATRIX, code, support_matrix, table, write_reports, write_summary
+from parity.record.markdown import code, table
+from parity.record.numerics import INTRODUCTION, classes_table, training_table, tried_table
+from parity.record.report import MATRIX, support_matrix, write_reports, write_summary
 from parity.runtime.allowlist import FILE, Allowlist
 
-from .records import CPU, CPU_NAME, H200, H200_NAME, YOLO9, failing, family, record, small_matrix, write
+from .records import (
+    CPU,
+    CPU_NAME,
+    H200,
+    H200_NAME,
+    YOLO9,
+    failing,
+    family,
+    one_failed,
+    record,
+    small_matrix,
+    small_training,
+    told,
+    trained,
+    training,
+    write,
+)  # fmt: skip
 
 GOLDEN = Path(__file__).with_name("golden_matrix.md")
 
@@ -29,8 +48,9 @@ def emulated():
 
 
 def test_the_matrix_word_by_word():
-    control = record("graphed", of=family("counter", "control", zoo="controls"))
-    text = support_matrix({H200_NAME: [*mark_healed(small_matrix()), control], CPU_NAME: emulated()})
+    controls = [record("graphed", of=family("counter", "control", zoo="controls")), trained("bare", of=training(zoo="controls"))]
+    real = [*mark_healed([*small_matrix(), *small_training()]), *controls]
+    text = support_matrix({H200_NAME: real, CPU_NAME: [*emulated(), trained(engine="emulated")]})
     assert text == GOLDEN.read_text()
 
 
@@ -71,8 +91,130 @@ def test_an_unexpected_verdict_stands_out():
     assert write_summary([]) == "No row has evidence.\n"
 
 
-def test_a_training_class_stands_beside_its_verdict():
-    assert "certified (one_ulp)" in support_matrix({H200_NAME: [record() | {"class": "one_ulp"}]})
+# --- training
+
+
+def test_the_classes_are_introduced_once_in_two_sentences_and_only_where_there_is_training():
+    both = {H200_NAME: small_training(), CPU_NAME: [trained(engine="emulated")]}
+    assert [text.count(INTRODUCTION) for text in (support_matrix(both), write_summary(small_training()))] == [1, 1]
+    assert INTRODUCTION not in support_matrix({H200_NAME: small_matrix()}) + write_summary(small_matrix())
+    assert INTRODUCTION.count(". ") == 1
+    assert all(f"`{name}`" in INTRODUCTION for name in CLASSES)
+
+
+def _rows(text: str) -> list[dict[str, str]]:
+    lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+
+
+def _of(subjects) -> list[dict[str, str]]:
+    return _rows(training_table([{entry["arm"]: entry for entry in arms} for arms in subjects], {}))
+
+
+def test_a_line_has_both_arms_with_class_count_cause_and_proof():
+    noise = told("eager_noise", "a", "b", cause="nondeterministic-kernel", tensors=(31, 369), ops=["grid_sampler_2d_backward"])
+    rounded = told("one_ulp", "incoming-layout", cause="grad-layout", tensors=(1, 240))
+    (line,) = _of([[trained(says=noise, peak_memory=1 << 30), trained("native", rounded)]])
+    assert line == {
+        "family": "yolox", "task": "detect", "setting": "fp16", "peak memory": "1024 MiB", "captured": "the whole network",
+        "graphed": "certified (eager_noise)", "graphed: gradients differing": "31/369",
+        "graphed: cause": "nondeterministic-kernel: grid_sampler_2d_backward", "graphed: proved by": "a, b",
+        "native": "certified (one_ulp)", "native: gradients differing": "1/240", "native: cause": "grad-layout",
+        "native: proved by": "incoming-layout",
+    }  # fmt: skip
+
+
+def test_many_ops_are_cut_short():
+    (line,) = _of([[trained(says=told("eager_noise", "a", cause="c", ops=list("vwxyz")))]])
+    assert line["graphed: cause"] == "c: v, w, x and 2 more"
+
+
+def test_an_arm_that_nobody_ran_has_no_column_and_one_that_one_row_lacks_is_blank():
+    first, second = _of([[trained()], [trained(dtype="float32"), trained("native", dtype="float32")]])
+    assert (first["native"], second["native"]) == ("", "certified (exact)")
+    assert not [name for name in first if name.startswith("bare")]
+
+
+@pytest.mark.parametrize("status", ["crashed", "timed_out", "out_of_memory", "unavailable"])
+def test_a_row_that_was_not_judged_has_a_line_too(status):
+    (line,) = _of([[trained(status=status, peak_memory=0, message="gone")]])
+    assert line["graphed"] == ("unavailable" if status == "unavailable" else f"**{status}**, declared certified")
+    assert [line[f"graphed: {name}"] for name in ("gradients differing", "proved by")] == ["", ""]
+    assert (line["peak memory"], line["captured"]) == ("", "")
+
+
+def test_settings_stand_in_the_order_of_training():
+    text = support_matrix({H200_NAME: [trained(dtype=dtype) for dtype in ("bfloat16", "float32", "float16")]})
+    rows = _rows(_section(text, "| family ", "\n\n").join(("| family ", "")))
+    assert [row["setting"] for row in rows] == ["fp16", "bf16", "fp32"]
+
+
+def test_classes_by_families_the_strongest_first():
+    lines = _rows(classes_table(small_training()))
+    assert [(line["class"], line["proved by"]) for line in lines] == [
+        ("exact", "no condition"), ("eager_noise", "deterministic-algorithms, substitutes"),
+    ]  # fmt: skip
+    assert lines[0]["families"] == "ec (fp16, bf16), resnet (fp16, bf16, fp32), rtmdet (fp16)"
+    assert classes_table([trained("native"), trained(checks=one_failed("loss", "rng"), says=told(""))]) == ""
+
+
+def test_dtypes_that_are_not_certified_are_told():
+    text = support_matrix({H200_NAME: small_training()})
+    assert "dfine, ec (fp16, bf16), rtmdet " in _section(text, "## Certified")
+    assert "training: 4 families, 4 with their tasks" in text
+
+
+def _measured(entry, eager: float, graphed: float) -> Measurement:
+    one, other, host = (Spread(value, value, value) for value in (eager, graphed, 5.0))
+    numbers = {"capture": 40.0, "memory_eager": 1 << 20, "memory": 1 << 21, "memory_capture": 1 << 21}
+    shapes, dtype = ((2, 3, 64, 64), (2, 5, 5)), entry["settings"].split("-")[-1]
+    facts = {"environment": H200, "zoo_version": "1.6.0", "command": "parity bench", "recorded": "2026-01-01T00:00:00+00:00"}
+    return Measurement(entry["id"], "cuda", one, other, host, host, one, shapes=shapes, dtype=dtype, repeat=3, **numbers, **facts)
+
+
+def test_what_was_measured_stands_beside_its_row_and_in_a_section_of_its_own():
+    entries = [trained(), trained("native"), trained(dtype="float32")]
+    benches = {H200_NAME: [_measured(entries[0], 300.0, 120.0), _measured(entries[1], 300.0, 200.0)]}
+    text = support_matrix({H200_NAME: entries}, benches)
+    rows = _rows(_section(text, "| family ", "\n\n").join(("| family ", "")))
+    assert [(row["graphed: speed-up"], row["native: speed-up"]) for row in rows] == [("2.50x", "1.50x"), ("", "")]
+    assert bench_section(benches) in _section(text, "## Speed")
+    plain = support_matrix({H200_NAME: entries})
+    assert "speed-up" not in plain
+    assert "## Speed" not in plain
+
+
+def test_reports_take_in_what_was_measured(tmp_path):
+    entry = trained()
+    write(evidence_path(tmp_path, H200, "cuda"), entry)
+    write_bench(bench_path(tmp_path, H200, "cuda"), [_measured(entry, 100.0, 120.0)])
+    allowlist, matrix = write_reports(tmp_path)
+    (certificate,) = Allowlist.load(allowlist).certificates
+    assert [(t.dtype, t.shapes) for t in certificate.slower] == [("float16", ((2, 3, 64, 64), (2, 5, 5)))]
+    assert "0.83x" in matrix.read_text()
+
+
+def test_what_was_tried_of_an_unproven_row():
+    tried = [{"conditions": [], "differing": 4}, {"conditions": ["a", "b"], "differing": 3}, {"conditions": ["c"], "differing": -1}]
+    entry = trained(says=told("", tried=tried), checks=one_failed("proof", "unknown"))
+    (line,) = _rows(tried_table([entry, trained()]))
+    assert line == {"row": f"`{entry['id']}`", "conditions: tensors still differing": "none: 4; a + b: 3; c: some"}
+    assert "**Unproven**" in support_matrix({H200_NAME: [entry]})
+    assert "**Unproven**" not in support_matrix({H200_NAME: [trained()]})
+
+
+def test_a_summary_counts_classes_apart():
+    lines = {row["verdict"]: row["rows"] for row in _rows(_section(write_summary(small_training()), "## CUDA-graph parity", "\n\n11"))}
+    assert lines == {
+        "certified (exact)": "6", "certified (eager_noise)": "3", "certified (float_rounding)": "1", "unproven": "1",
+    }  # fmt: skip
+
+
+def test_training_on_the_emulated_engine_is_reproduced_by_asking_for_it():
+    asked = "parity certify --zoo libreyolo --mode training --engine emulated"
+    assert asked in support_matrix({CPU_NAME: [trained(engine="emulated")]})
+    assert asked not in support_matrix({CPU_NAME: emulated()})
+    assert "--mode" not in _section(support_matrix({H200_NAME: [trained()]}), "```sh", "```")
 
 
 def test_vacuous_rows_and_leaves():

@@ -8,9 +8,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from parity.rows.case import EXAMPLE, CaseError, case_family, declared
 from parity.rows.discovery import DiscoveryError, Selection, discover
+from parity.rows.family import Family
+from parity.rows.row import Settings
+from parity.rows.training import Training
 
 WHOLE = """
     import torch
@@ -62,11 +66,27 @@ def test_finding_and_listing_a_case_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_optional_names_are_taken_up(tmp_path: Path) -> None:
-    more = "    def between(module):\n        return module + 1\n    def context(device):\n        return device * 2\n"
+    more = """
+    import contextlib
+    SEEN = []
+    def between(module):
+        SEEN.append(module)
+        module.seen = SEEN
+    @contextlib.contextmanager
+    def context(device):
+        SEEN.append(device)
+        yield
+    """
     family = case_family(write(tmp_path, WHOLE + more))
+    assert isinstance(family, Family)
     assert family.between is not None
     assert family.context is not None
-    assert (family.between(1), family.context(2)) == (2, 4)
+    first, second = family.build(Settings()).module, family.build(Settings()).module
+    with family.context("there"):
+        family.between(first)
+    family.between(second)
+    assert first.seen == ["there", first], "the globals of one build are not another's"
+    assert second.seen == ["there", second]
 
 
 @pytest.mark.parametrize("line", ['MODE: str = "inference"', "MODE = 'inference'"])
@@ -106,8 +126,53 @@ def test_a_training_case_needs_a_loss(tmp_path: Path) -> None:
 def test_a_training_case_is_never_judged_as_inference(tmp_path: Path) -> None:
     text = WHOLE.replace('"inference"', '"training"') + "    def loss(output, *inputs): ...\n"
     family = case_family(write(tmp_path, text))
-    assert family.task == "training"
-    assert family.unavailable == "its MODE is training, and only inference is judged so far"
+    assert isinstance(family, Training)
+    assert [row.id for row in family.rows()] == [f"case/mine/training/training/b1-float32/{arm}" for arm in ("bare", "graphed")]
+    assert (family.unavailable, family.accumulate) == ("", 1)
+    assert case_family(write(tmp_path, text + "    ACCUMULATE = 3\n")).accumulate == 3
+
+
+TRAINED = """
+    import torch
+    MODE = "training"
+    def build():
+        return torch.nn.Linear(2, 1).eval()
+    def probes(device):
+        return (torch.ones(1, 2).to(device), 1.0), (torch.zeros(1, 2).to(device), 2.0)
+    def loss(output, x, factor):
+        return (output * factor).sum()
+"""
+
+
+def test_the_loss_of_a_case_is_given_the_networks_output_and_every_input(tmp_path: Path) -> None:
+    family = case_family(write(tmp_path, TRAINED))
+    assert isinstance(family, Training)
+    subject = family.build(family.rows()[0].settings)
+    assert subject.module.training
+    assert family.probes is not None
+    _, second = family.probes("cpu")
+    seen = []
+
+    def forward(*args: object) -> object:
+        seen.append(len(args))
+        return subject.network(args[0])
+
+    assert torch.equal(subject.loss(forward, *second), 2 * subject.module.bias.sum())
+    assert seen == [2]
+
+
+@pytest.mark.parametrize("value", ["0", "True", "'two'", "count()"])
+def test_an_accumulate_that_is_no_number_of_batches(tmp_path: Path, value: str) -> None:
+    path = write(tmp_path, TRAINED + f"    ACCUMULATE = {value}\n")
+    with pytest.raises(CaseError, match=r"mine\.py: ACCUMULATE must be a whole number of batches") as caught:
+        case_family(path)
+    assert "another name" not in str(caught.value)
+
+
+def test_between_is_no_part_of_a_training_case(tmp_path: Path) -> None:
+    path = write(tmp_path, TRAINED + "    def between(module): ...\n")
+    with pytest.raises(CaseError, match="a training step has none"):
+        case_family(path)
 
 
 def test_the_example_is_right(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover
 from parity.rows.family import Expect, Family, Zoo
 from parity.rows.row import Row
+from parity.rows.training import Training
 
 FILE = """
 from parity.rows.family import Family, Zoo
@@ -223,10 +224,87 @@ def test_an_empty_selection_is_an_error(catalogue: Catalogue, selection: Selecti
 def test_the_family_of_a_row(catalogue: Catalogue) -> None:
     for row in catalogue.select(Selection()):
         assert catalogue.family(row).key == f"{row.zoo}/{row.family}/{row.task}"
-    with pytest.raises(DiscoveryError, match=r"no family is called 'one/yolo/detect'; near: one/yolox/detect"):
+    with pytest.raises(DiscoveryError, match=r"no family of mode inference is called 'one/yolo/detect'; near: one/yolox/detect"):
         catalogue.family(Row("one", "yolo", "detect"))
     with pytest.raises(DiscoveryError, match="no zoo is called 'three'"):
         catalogue.family(Row("three", "yolox", "detect"))
+
+
+# ---- training
+
+
+@pytest.fixture
+def both() -> Catalogue:
+    """Families that are declared for inference and for training, one for training alone."""
+    declared = (
+        _family("one", "yolox"),
+        Training("one", "yolox", "detect", _never, _never, size=64),
+        Training("one", "fomo", "point", _never, _never, size=96, arms=("graphed",), dtypes=("float16", "float32")),
+    )
+    return Catalogue((Zoo("one", "json", "", declared, _never, _never),), ())
+
+
+@pytest.mark.parametrize(
+    ("selection", "count"),
+    [
+        (Selection(), 2 + 6 + 2),
+        (Selection(modes=("training",)), 8),
+        (Selection(modes=("inference",)), 2),
+        (Selection(modes=("training", "inference")), 10),
+        (Selection(dtypes=("float16",)), 3),
+        (Selection(dtypes=("float32",)), 2 + 2 + 1),
+        (Selection(dtypes=("bfloat16", "float16"), families=("fomo",)), 1),
+        (Selection(modes=("training",), dtypes=("bfloat16",), arms=("native",)), 1),
+        (Selection(modes=("training",), size="native"), 8),
+        (Selection(modes=("training",), size="all"), 8),
+        (Selection(size="96"), 2),
+        (Selection(families=("yolox",), size="native"), 2 + 6),
+        (Selection(modes=("training",), arms=("eager",)), 3 + 2),
+        (Selection(boundary="", modes=("training",)), 8),
+    ],
+)
+def test_modes_and_dtypes_narrow(both: Catalogue, selection: Selection, count: int) -> None:
+    rows = both.select(selection)
+    assert len(rows) == len(set(rows)) == count
+    assert {r.mode for r in rows} <= set(selection.modes or ("inference", "training"))
+    assert {r.settings.dtype for r in rows} <= set(selection.dtypes or ("float16", "bfloat16", "float32"))
+
+
+def test_an_unknown_dtype_lists_near_ones_and_one_that_no_row_has_is_an_empty_selection(both: Catalogue) -> None:
+    with pytest.raises(DiscoveryError, match="no dtype is called 'fp16'; near: "):
+        both.select(Selection(dtypes=("fp16",)))
+    with pytest.raises(DiscoveryError, match="no dtype is called 'float8'; near: float32, float16, bfloat16"):
+        both.select(Selection(dtypes=("float8",)))
+    with pytest.raises(DiscoveryError, match="no row answers to"):
+        both.select(Selection(families=("fomo",), dtypes=("bfloat16",)))
+
+
+def test_what_declares_a_row_is_found_by_its_mode(both: Catalogue) -> None:
+    for row in both.select(Selection()):
+        found = both.declaration(row)
+        assert (found.key, found.mode) == (f"{row.zoo}/{row.family}/{row.task}", row.mode)
+        named, other = (both.training, both.family) if row.mode == "training" else (both.family, both.training)
+        assert named(row) == found
+        with pytest.raises(DiscoveryError, match=rf"{row.id}: a row of mode {row.mode}, where one of "):
+            other(row)
+    with pytest.raises(DiscoveryError, match=r"no family of mode inference is called 'one/fomo/point'; near: one/yolox/detect"):
+        both.declaration(Row("one", "fomo", "point"))
+
+
+def test_a_family_may_be_declared_once_per_mode(zoos: Path) -> None:
+    text = FILE.format(name="one", families="Family('one', 'a', 'detect', _never, _never), {}")
+    zoos.mkdir()
+    more = "from parity.rows.training import Training\n"
+    one = "Training('one', 'a', 'detect', _never, _never),"
+    (zoos / "one.py").write_text(more + text.format(one))
+    assert [(f.key, f.mode) for f in discover([zoos]).zoos[0].families] == [
+        ("one/a/detect", "inference"),
+        ("one/a/detect", "training"),
+    ]
+    del sys.modules["zoos.one"]
+    (zoos / "one.py").write_text(more + text.format(one * 2))
+    with pytest.raises(DiscoveryError, match=r"declared twice: family one/a/detect \(training\)"):
+        discover([zoos])
 
 
 def test_a_catalogue_of_nothing() -> None:

@@ -1,0 +1,148 @@
+"""Where a forward can be cut: the largest calls of the model's own in which nothing is met that a graph cannot record.
+
+From the top of the call tree downwards: a method is taken where none of its calls has a reason against it and all that enters and
+leaves it are tensors on the device; otherwise its callees are looked at. What is taken is then captured, each piece by the runtime,
+and the whole forward compared with eager, bit for bit, on both probes. A piece that is refused is replaced by its callees, one that
+changes bits is dropped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from parity.judge.bits import Bundle
+from parity.judge.explain.calls import Call
+from parity.judge.explain.tour import Tour
+from parity.judge.records import around, snapshot
+from parity.judge.subject import Bench, seed_everything
+from parity.runtime.seams import Seam
+
+SCRIPT = ("A", "B")
+"""One capture and one replay of other values; a cut is declared like any other and then judged by the whole protocol."""
+MOST_PIECES = 48
+LEAST_SHARE = 0.02
+LEAST_OPERATIONS = 4
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``path``: as a Seam takes it. ``operations`` and ``seconds``: shares of the whole forward, 0 to 1, as seen in one traced call;
+    ``calls``: how often one forward calls it."""
+
+    path: str
+    operations: float
+    seconds: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """``model``: the class whose attributes the paths start from. ``pieces``, the first called first. ``proof``: what came of
+    capturing them, ``bits equal`` where they hold. ``dropped``: pieces that did not hold, with the reason."""
+
+    pieces: tuple[Piece, ...]
+    model: str = ""
+    proof: str = ""
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        return self.proof == "bits equal" and bool(self.pieces)
+
+    @property
+    def operations(self) -> float:
+        return sum(p.operations for p in self.pieces)
+
+    @property
+    def seconds(self) -> float:
+        return sum(p.seconds for p in self.pieces)
+
+    def code(self, eager: str) -> str:
+        """The declaration, ready to paste. ``eager``: what stays outside and why."""
+        paths = ", ".join(repr(p.path) for p in self.pieces) + ("," if len(self.pieces) == 1 else "")
+        return f"Seam(pieces=({paths}), eager={eager!r})"
+
+
+def propose(tour: Tour, lines: Collection[str] = (), refused: Collection[str] = ()) -> Proposal:
+    """``lines``: of the model, at which a replay was seen to go wrong; ``refused``: pieces that did not hold."""
+    calls = list(tour.root.walk())
+    bad = {c.piece for c in calls if c.unfit or c.reasons() or any(not c.lines.isdisjoint(lines) for c in c.walk())}
+    bad |= {c.piece for c in calls if any(inner.piece in refused for inner in c.walk())} if refused else set()
+    taken: dict[str, list[Call]] = {}
+    waiting = list(tour.root.calls)
+    while waiting:
+        call = waiting.pop(0)
+        if call.piece in bad:
+            waiting[:0] = call.calls
+        elif call.operations:
+            taken.setdefault(call.piece, []).append(call)
+    whole, time = tour.root.operations or 1, sum(c.seconds for c in tour.root.calls) or 1.0
+    pieces = [
+        Piece(path, sum(c.operations for c in of) / whole, sum(c.seconds for c in of) / time, len(of)) for path, of in taken.items()
+    ]
+    pieces = [p for p in pieces if p.operations * whole >= LEAST_OPERATIONS * p.calls]
+    shares: dict[str, float] = {}
+    for piece in pieces:
+        shares[_role(piece)] = shares.get(_role(piece), 0.0) + max(piece.operations, piece.seconds / 2)
+    worth = [p for p in pieces if shares[_role(p)] >= LEAST_SHARE]
+    kept = sorted(worth, key=lambda p: -p.operations)[:MOST_PIECES]
+    return Proposal(tuple(p for p in pieces if p in kept), tour.model)
+
+
+def _role(piece: Piece) -> str:
+    """What a piece is called in every layer: many equal ones are worth a graph each where together they are worth one."""
+    return re.sub(r"\d+", "*", piece.path)
+
+
+def proven(bench: Bench, tour: Tour, expected: Sequence[Bundle], lines: Collection[str] = (), wrong: Collection[str] = ()) -> Proposal:
+    """The proposal that holds, found by capturing what is proposed and looking again where it fails. ``expected``: the results of a
+    fresh eager module along SCRIPT. ``wrong``: pieces whose result was seen to go wrong."""
+    refused = set(wrong)
+    dropped: list[str] = []
+    proposal = propose(tour, lines, refused)
+    for _ in range(_ROUNDS):
+        if not proposal.pieces:
+            return Proposal((), proof="nothing is left to capture", dropped=tuple(dropped))
+        proof, failing = _judged(bench, expected, [p.path for p in proposal.pieces])
+        if not failing:
+            return replace(proposal, proof=proof, dropped=tuple(dropped))
+        dropped += [f"{path or 'the model'}: {why}" for path, why in failing.items()]
+        refused |= failing.keys()
+        proposal = propose(tour, lines, refused)
+    return Proposal((), proof="no cut held", dropped=tuple(dropped))
+
+
+def _judged(bench: Bench, expected: Sequence[Bundle], paths: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """What came of capturing the pieces together, and those that failed, with the reason."""
+    different, failing = _cut(bench, expected, paths)
+    if failing or not different:
+        return "bits equal", failing
+    alone = {path: _cut(bench, expected, [path])[0] for path in paths} if len(paths) > 1 else {paths[0]: different}
+    wrong = {path: f"replays other bits: {what}" for path, what in alone.items() if what}
+    return different, wrong or dict.fromkeys(paths, f"replay other bits together: {different}")
+
+
+def _cut(bench: Bench, expected: Sequence[Bundle], paths: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The first difference from eager, and the pieces that ran eagerly, with the reason."""
+    subject = bench.build()
+    call = subject.compose(subject.region)
+    bound = Seam(tuple(paths)).bind(subject.module)
+    different = ""
+    seed_everything(bench.seed)
+    with around(bench), bound.scope():
+        for number, (probe, reference) in enumerate(zip(SCRIPT, expected, strict=True)):
+            found = snapshot(bench, call(*bench.args(probe))).unlike(reference)
+            if found:
+                different = f"call {number + 1}: {found[0]}"
+                break
+    failing = {}
+    for path, runner in bound.runners.items():
+        info = runner.info()
+        if info.eager:
+            failing[path] = next(iter(info.eager))
+        elif not info.replays:
+            failing[path] = "it was never replayed"
+    bound.release()
+    return different, failing

@@ -1,0 +1,91 @@
+"""What can be learned of a training step without judging it: what its network does that a graph cannot record, and where it could
+be cut.
+
+The network, forward and backward, is what is captured, and its reasons are the row's. Loss and targets stay eager; the whole
+forward with them is looked at only to see which parts of the model could be captured apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.judge.explain.calls import Reason
+from parity.judge.explain.seams import Proposal, propose
+from parity.judge.explain.tour import Tour, tour
+from parity.judge.subject import blamed, seed_everything
+from parity.judge.train.step import TrainBench, mixed
+from parity.rows.training import TrainSubject
+from parity.runtime import tree
+from parity.runtime.liveness import held_tensors
+
+UNTRIED = "not tried here: a training cut is judged by the training protocol"
+
+
+def look(bench: TrainBench) -> tuple[Tour, list[Reason], Proposal]:
+    """A look at the network's forward and backward, reasons that outlive a step, and a cut of the whole forward. Gradients are
+    enabled by the caller. Raises BrokenRow."""
+    subject = bench.build()
+    given: list[tuple[Any, ...]] = []
+
+    def network(*args: Any) -> Any:
+        given.append(args)
+        return subject.network(*args)
+
+    seed_everything(bench.seed)
+    with bench.around():
+        for _ in range(2):  # what is built lazily is built
+            with blamed(lambda: "a training step"), mixed(bench.dtype, True):
+                loss = subject.loss(network, *bench.batch("A"))
+            loss.backward()
+            subject.module.zero_grad(set_to_none=True)
+            del loss
+        kept = _kept_graphs(subject)
+        inner = tour(
+            lambda *args: _both_ways(bench, subject, args), _fresh(given[-1]), subject.network, certifies=bench.engine.certifies
+        )
+        subject.module.zero_grad(set_to_none=True)
+        whole, other = (
+            tour(lambda *batch: _forward(bench, subject, batch), bench.batch(probe), subject.module, certifies=bench.engine.certifies)
+            for probe in "AB"
+        )
+    varying = _shapes(whole).items() ^ _shapes(other).items()
+    return inner, kept, propose(whole, refused=[piece for piece, _ in varying]) if whole.reasons else Proposal(())
+
+
+def _shapes(whole: Tour) -> dict[str, tuple[Any, ...]]:
+    """What each piece is called with. Where that follows the targets, as the queries of a DETR's decoder do, every batch would need a
+    graph of its own."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for call in whole.root.walk():
+        found[call.piece] = (*found.get(call.piece, ()), call.shapes)
+    return found
+
+
+def _fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    leaves, spec = tree.flatten(args)
+    made: tuple[Any, ...] = tree.unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], spec)
+    return made
+
+
+def _both_ways(bench: TrainBench, subject: TrainSubject, args: tuple[Any, ...]) -> Any:
+    with mixed(bench.dtype, False):
+        result = subject.network(*args)
+    roots = [x for x in tree.flatten(result)[0] if isinstance(x, Tensor) and x.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(x) for x in roots])
+    return result
+
+
+def _forward(bench: TrainBench, subject: TrainSubject, batch: tuple[Any, ...]) -> Any:
+    with mixed(bench.dtype, False):
+        return subject.loss(subject.network, *batch)
+
+
+def _kept_graphs(subject: TrainSubject) -> list[Reason]:
+    """Tensors that the model keeps with the autograd graph of a step that is over: the graph's nodes for parameters belong to the
+    stream of that step, and a capture that reuses them depends on it."""
+    held = [(path, t) for path, t in [*held_tensors(subject.module), *subject.module.named_buffers()] if t.grad_fn is not None]
+    return [
+        Reason("side-stream", f"{path} keeps the autograd graph of an earlier step", "", path.rpartition(".")[0]) for path, _ in held
+    ]

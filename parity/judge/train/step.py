@@ -1,0 +1,295 @@
+"""One training step from one saved state, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity.judge.bits import Bundle, Difference, bundle
+from parity.judge.counterfactual.conditions import EagerTwist
+from parity.judge.subject import BrokenRow, apart, blamed, seed_everything, state
+from parity.rows.row import Row
+from parity.rows.training import Training, TrainSubject
+from parity.runtime import rng, tree
+from parity.runtime.engine import DEVICE, Engine
+from parity.runtime.invalidation import generators
+
+SCALE = 1024.0
+"""The fixed loss scale of float16, so that no step depends on what a scaler saw before."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass
+class TrainBench:
+    """Builds the subject of a row again and again, always alike, and draws its batches. ``first``: parameters and buffers of the first
+    build, on the host, which all others have to be like."""
+
+    row: Row
+    family: Training
+    engine: Engine
+    seed: int
+    first: dict[str, Tensor] | None = None
+    _drawn: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.row.settings.dtype)
+        return found
+
+    @property
+    def scale(self) -> float:
+        return SCALE if self.dtype == torch.float16 else 1.0
+
+    def build(self) -> TrainSubject:
+        """A fresh subject on the device, generators seeded. Raises BrokenRow, also where two builds are not alike."""
+        with self.engine.quiet():
+            seed_everything(self.seed)
+            with blamed(lambda: "build()"):
+                subject: Any = self.family.build(self.row.settings)
+            if not isinstance(subject, TrainSubject) or not isinstance(subject.module, nn.Module):
+                found = type(getattr(subject, "module", subject)).__name__
+                raise BrokenRow(f"build() returned a {found}, not a TrainSubject around a torch.nn.Module")
+            made = {name: tensor.detach().cpu() for name, tensor in state(subject.module).items()}
+            if self.first is None:
+                self.first = {name: tensor.clone() for name, tensor in made.items()}
+            elif (name := apart(made, self.first)) is not None:
+                raise BrokenRow(f"build() is not deterministic: two builds with seed {self.seed} differ in {name}; draw from torch's "
+                                "default generator, which is seeded before each build")  # fmt: skip
+        placed: TrainSubject = subject.to(DEVICE)
+        seed_everything(self.seed)
+        return placed
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Whatever a case file wants around a whole arm."""
+        with self.family.context(DEVICE) if self.family.context is not None else contextlib.nullcontext():
+            yield
+
+    def variant(self, name: str) -> bool:
+        """Whether there are batches of another size, or of another length ('odd')."""
+        return self.family.probes is None and (name != "size" or self.family.other_size is not None)
+
+    def batch(self, probe: str, variant: str = "") -> tuple[Any, ...]:
+        """Fresh copies of one batch on the device. ``variant``: '' the row's own shape; 'size': the other size; 'odd': one sample
+        less, or more where there is but one. Raises BrokenRow where it cannot be drawn."""
+        if (probe, variant) not in self._drawn:
+            before = rng.save()
+            self._drawn[probe, variant] = self._draw(probe, variant)
+            rng.restore(before)  # a batch drawn late must not be seen in the step
+        leaves, spec = tree.flatten(self._drawn[probe, variant])
+        moved = self.family.probes is None
+        copied: tuple[Any, ...] = tree.unflatten(
+            [(x.to(DEVICE) if moved else x.clone()) if isinstance(x, Tensor) else x for x in leaves], spec
+        )
+        return copied
+
+    def _draw(self, probe: str, variant: str) -> tuple[Any, ...]:
+        if self.family.probes is not None:
+            with blamed(lambda: "probes(device)"):
+                drawn = self.family.probes(DEVICE)
+            if not (isinstance(drawn, tuple) and len(drawn) == 2 and all(isinstance(x, tuple) for x in drawn)):
+                raise BrokenRow("probes(device) must return two tuples of arguments: ((x,), (y,))")
+            return drawn["AB".index(probe)]
+        settings = self.row.settings
+        if variant == "size":
+            settings = type(settings)(self.family.other_size or 0, settings.batch, settings.dtype, settings.boundary)
+        elif variant == "odd":
+            other = settings.batch - 1 if settings.batch > 1 else 2
+            settings = type(settings)(settings.size, other, settings.dtype, settings.boundary)
+        with self.engine.quiet(), blamed(lambda: "draw(settings, probe, seed)"):
+            made = self.family.draw(settings, probe, self.seed)
+        if not isinstance(made, tuple):
+            raise BrokenRow(f"draw(settings, probe, seed) must return one batch as a tuple, not a {type(made).__name__}")
+        return made
+
+
+class State:
+    """Parameters, buffers, plain attributes and every random stream, as they are. What a later call builds lazily stays where it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (own, dict(own)) for m in module.modules() for own in (m._parameters, m._buffers)
+        ]
+        self._plain = [(m, {k: v for k, v in vars(m).items() if type(v) in _PLAIN}) for m in module.modules()]
+        every = {id(t): t for _, was in self._held for t in was.values() if t is not None}
+        self._tensors = [t for t in every.values() if t.layout is torch.strided]
+        with torch.no_grad():
+            self._values = [t.detach().clone() for t in self._tensors]
+        self._streams = rng.save(generators(module))
+
+    def restore(self, *, values_only: bool = False) -> None:
+        """Puts everything back, and clears gradients. ``values_only``: attributes, and tensors registered since, stay."""
+        if not values_only:
+            for own, was in self._held:
+                if own.keys() != was.keys() or any(own[k] is not v for k, v in was.items()):
+                    own.clear()
+                    own.update(was)
+            for module, plain in self._plain:
+                vars(module).update(plain)
+        with torch.no_grad():
+            torch._foreach_copy_(self._tensors, self._values)
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        torch.clear_autocast_cache()
+        rng.restore(self._streams)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What one step left behind, copied. ``check``: the name of each part. A missing gradient is None, which is no tensor of zeros."""
+
+    loss: Bundle
+    outputs: Bundle
+    buffers: Bundle
+    gradients: Bundle
+    rng: Bundle
+
+    def parts(self) -> Iterator[tuple[str, Bundle]]:
+        for name in ("loss", "outputs", "buffers", "gradients", "rng"):
+            yield name, getattr(self, name)
+
+    def interned(self, known: Left) -> Left:
+        """The same, parts with the bits of a known one replaced by it."""
+        return Left(
+            *(theirs if mine.same(theirs) else mine for (_, mine), (_, theirs) in zip(self.parts(), known.parts(), strict=True))
+        )
+
+    def unlike(self, other: Left) -> dict[str, list[Difference]]:
+        """Part to differences; parts without any are left out."""
+        found = {name: mine.unlike(getattr(other, name)) for name, mine in self.parts()}
+        return {name: differences for name, differences in found.items() if differences}
+
+
+class Forward:
+    """Stands in for the network within one loss: calls it once, and may ``keep`` a copy of what it returned."""
+
+    def __init__(self, bench: TrainBench, call: Callable[..., Any], relaid: bool, keep: bool = True) -> None:
+        self.bench, self.call, self.relaid, self.keep = bench, call, relaid, keep
+        self.calls = 0
+        self.seen: Bundle | None = None
+        self.foreign: list[type] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        result = self.call(*args, **kwargs)
+        self.foreign = tree.opaque(tree.flatten(result)[0])
+        if self.keep:
+            with self.bench.engine.quiet(), torch.no_grad():
+                self.seen = bundle([(f"output {path}", leaf) for path, leaf in tree.paths(result)])
+        return as_static(result) if self.relaid else result
+
+
+class _Static(torch.autograd.Function):
+    """Passes tensors on. Their gradients are copied into memory laid out like the tensors, zeros where none arrives, and go on all at
+    once: as a captured backward gets them."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.buffers = [torch.empty_like(t) for t in tensors]
+        return tuple(t.data for t in tensors)  # no views: the loss may write to them
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return tuple(buffer.copy_(grad) for buffer, grad in zip(ctx.buffers, grads, strict=True))
+
+
+def as_static(result: Any) -> Any:
+    """The outputs, with gradients as a capture like torch's gets them."""
+    leaves, spec = tree.flatten(result)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
+    if places:
+        for i, tensor in zip(places, _Static.apply(*(leaves[i] for i in places)), strict=True):
+            leaves[i] = tensor
+    return tree.unflatten(leaves, spec)
+
+
+def run_step(
+    bench: TrainBench, subject: TrainSubject, call: Callable[..., Any], batch: tuple[Any, ...], *, cache: bool, twist: EagerTwist
+) -> Left:
+    """Forward, loss and backward, as a trainer has them: autocast around the loss, backward outside of it. ``call``: in place of the
+    network. ``cache``: whether autocast keeps its casts of weights. Raises BrokenRow where the loss is none."""
+    forward = Forward(bench, call, twist.incoming_layout)
+    with mixed(bench.dtype, cache):
+        loss = subject.loss(forward, *batch)
+        check_loss(loss, forward)
+        if twist.backward_inside_autocast:
+            (loss * bench.scale).backward()
+    if not twist.backward_inside_autocast:
+        (loss * bench.scale).backward()
+    torch.cuda.synchronize()
+    assert forward.seen is not None
+    return left(bench, subject.module, loss, forward.seen)
+
+
+def mixed(dtype: torch.dtype, cache: bool) -> contextlib.AbstractContextManager[Any]:
+    """Autocast to ``dtype``. For float32 nothing at all: autocast around a network, even off, changes when its casts are forgotten."""
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype, cache_enabled=cache)
+
+
+def check_loss(loss: Any, forward: Forward) -> None:
+    """Raises BrokenRow with what is wrong of a loss, and the right form."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise BrokenRow(f"the loss is {what}, where a scalar is needed: reduce it, by mean() or sum()")
+    if forward.calls != 1:
+        raise BrokenRow(f"the loss called the network {forward.calls} times, where a step calls it once")
+    if forward.foreign:
+        raise BrokenRow(f"the network returns a {forward.foreign[0].__qualname__}, whose tensors cannot be seen: register it with "
+                        "torch's pytree")  # fmt: skip
+    if not loss.requires_grad:
+        raise BrokenRow("the loss has no gradient: it is detached, or depends on no trainable parameter")
+
+
+def left(bench: TrainBench, module: nn.Module, loss: Tensor, outputs: Bundle) -> Left:
+    """Copies of what is there after a step, taken where no engine sees it."""
+    with bench.engine.quiet(), torch.no_grad():
+        return Left(
+            bundle([("loss", loss)]),
+            outputs,
+            bundle([(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]),
+            bundle([(f"gradient {name}", p.grad) for name, p in module.named_parameters() if p.requires_grad]),
+            bundle(streams(module)),
+        )
+
+
+def streams(module: nn.Module) -> list[tuple[str, Any]]:
+    """The state of every generator that a step may draw from; those of Python and NumPy as digests."""
+    found: list[tuple[str, Any]] = [("generator", torch.cuda.get_rng_state()), ("host generator", torch.get_rng_state())]
+    found += [(f"generator {i} of the module", g.get_state()) for i, g in enumerate(generators(module))]
+    found.append(("Python's generator", _digest(random.getstate())))
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        found.append(("NumPy's generator", _digest((kind, keys.tolist(), *rest))))
+    return found
+
+
+def _digest(state: Any) -> str:
+    return hashlib.sha256(repr(state).encode()).hexdigest()[:16]
+
+
+def probes(accumulate: int) -> list[tuple[str, bool]]:
+    """The steps of one run: (probe, whether gradients are cleared before it). Both probes at least."""
+    names = itertools.cycle("AB")
+    return [(next(names), i % accumulate == 0) for i in range(max(2, accumulate))]
+
+
+def run_steps(bench: TrainBench, subject: TrainSubject, call: Callable[..., Any], *, cache: bool, twist: EagerTwist) -> list[Left]:
+    """One run: a step per batch, weights held, gradients adding up over as many batches as the family declares. The state has to be
+    the saved one."""
+    found = []
+    for probe, clear in probes(bench.family.accumulate):
+        if clear:
+            for parameter in subject.module.parameters():
+                parameter.grad = None
+        found.append(run_step(bench, subject, call, bench.batch(probe), cache=cache, twist=twist))
+    return found

@@ -1,0 +1,170 @@
+"""The answer of ``parity explain``: from outcomes to plain data, and from that to a text for a person. Pure: no torch, no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from parity.judge.outcome import Outcome
+from parity.judge.verdict import SAFE, as_expected, verdict_of
+from parity.record.advice import advise, spoken
+from parity.rows.family import Expect
+from parity.rows.row import Row
+
+STUDY: Final = "study"
+"""The check whose figures hold what was learned about the row."""
+UNSEEN: Final = (
+    "kernels, and the streams that libraries launch them on, beyond what is known by name (deform_conv2d)",
+    "noise of kernels: atomics, cuDNN's and cuBLAS's choice of algorithm, their workspaces on a cold stream",
+    "memory: reuse within a graph's pool, addresses that another shape frees while a kernel of a library still reads them",
+)
+"""What the emulated engine cannot see of any model."""
+_SAFE: Final = "Nothing was found that a graph cannot record."
+_SAFE_BUT: Final = "The verdict is about what this engine sees. What is listed above is known of the operation: a device refuses it."
+Explanation = dict[str, Any]
+
+
+def explanation(
+    target: str, engine: str, judged: Sequence[Outcome], studied: Outcome, expect: Mapping[str, Expect | None]
+) -> Explanation:
+    """``judged``: the arms, the one that is asked about first; ``studied``: what the arm ``eager`` was studied for; ``expect``: arm
+    to what is declared. Keys: target, id, engine, verdict, expected (bool), cause, check, detail, op, where, file, line, code,
+    module, advice, stale, class, proved, proof, reasons, divergence, finding, seam, unseen, arms, stopped."""
+    outcome = judged[0]
+    row = Row.parse(outcome.row)
+    found = verdict_of(outcome, engine)
+    study = figures(studied)
+    reasons = [{**r, "advice": advise(r["cause"], r["what"])} for r in study.get("reasons", [])]
+    divergence, finding = study.get("divergence", {}), study.get("finding", {})
+    reason = _reason(found.cause, found.where, reasons)
+    where = found.where or reason.get("where", "") or finding.get("where", "") or divergence.get("where", "")
+    file, line, code = place(where)
+    op = reason.get("what", "") or divergence.get("operation", "")
+    return {
+        "target": target,
+        "id": outcome.row,
+        "engine": engine,
+        "verdict": found.verdict,
+        "expected": as_expected(found, expect.get(row.arm)),
+        "cause": found.cause,
+        "check": found.check,
+        "detail": found.detail,
+        "op": op,
+        "where": where,
+        "file": file,
+        "line": line,
+        "code": code,
+        "module": reason.get("module", divergence.get("module", "")),
+        "advice": "" if found.safe else advise(found.cause, op),
+        "stale": _stale(outcome, found.check),
+        "class": outcome.training.get("class", ""),
+        "proved": outcome.training.get("cause", ""),
+        "proof": list(outcome.training.get("proof", ())),
+        "reasons": reasons,
+        "divergence": divergence,
+        "finding": finding,
+        "seam": study.get("seam", {}),
+        "stopped": study.get("stopped", "") or ("" if study else studied.message),
+        "unseen": [*(UNSEEN if engine == "emulated" else ()), *(f"the inside of {name}" for name in study.get("unseen", []))],
+        "arms": {Row.parse(o.row).arm: {"verdict": v.verdict, "cause": v.cause} for o in judged for v in [verdict_of(o, engine)]},
+    }
+
+
+def _stale(outcome: Outcome, check: str) -> list[str]:
+    """What the replay read after its owner had dropped it, by attribute."""
+    return next((list(map(str, c.figures.get("stale", ()))) for c in outcome.checks if c.name == check), [])
+
+
+def figures(studied: Outcome) -> Mapping[str, Any]:
+    return next((check.figures for check in studied.checks if check.name == STUDY), {})
+
+
+def place(where: str) -> tuple[str, int, str]:
+    """File, line and code of ``file:line code``; empty parts where there are none."""
+    head, _, code = where.partition(" ")
+    file, colon, line = head.rpartition(":")
+    return (file, int(line), code) if colon and line.isdecimal() else ("", 0, where)
+
+
+def _reason(cause: str, where: str, reasons: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    alike = [r for r in reasons if r["cause"] == cause]
+    return next((r for r in alike if r["where"] == where), alike[0] if alike and not where else {})
+
+
+# ---------------------------------------------------------------- text
+def render(told: Mapping[str, Any]) -> str:
+    """The answer, for a person."""
+    safe = told["verdict"] in SAFE
+    cause = f" ({told['cause']})" if told["cause"] and not safe else ""
+    name = told["target"] if told["id"].startswith("case/") else told["id"]
+    lines: list[str | None] = [f"{name}: {told['verdict']}{cause}, on the {told['engine']} engine"]
+    if told["check"]:
+        lines.append(_field("check", f"{told['check']}: {told['detail']}"))
+    if not safe:
+        lines += [_field("operation", spoken(told["op"])), *_source(told), _field("submodule", told["module"] or _own(told))]
+        lines.append(_field("do", told["advice"]))
+    lines += [_field("dropped", text) for text in told["stale"]]
+    if told["class"]:
+        proved = f" ({told['proved']}), proved by {', '.join(told['proof'])}" if told["proof"] else ""
+        lines += [_field("class", told["class"] + proved), _field("do", advise(told["proved"]))]
+    lines += _seam(told["seam"])
+    lines += _divergence(told)
+    lines += _reasons(told)
+    others = [f"{arm}: {v['verdict']}" + (f" ({v['cause']})" if v["cause"] else "") for arm, v in list(told["arms"].items())[1:]]
+    lines += [_field("beside it", ", ".join(others)), _field("incomplete", told["stopped"])]
+    if told["unseen"]:
+        lines += ["", "cannot be seen here:", *(f"  - {text}" for text in told["unseen"])]
+    if safe:
+        lines += ["", _SAFE_BUT if told["reasons"] else _SAFE]
+    return "\n".join(line for line in lines if line is not None)
+
+
+def _field(name: str, text: str) -> str | None:
+    return f"  {name:<11}{text}" if text else None
+
+
+def _own(told: Mapping[str, Any]) -> str:
+    return "the model itself" if told["where"] or told["op"] else ""
+
+
+def _source(told: Mapping[str, Any]) -> list[str | None]:
+    if not told["file"]:
+        return [_field("line", told["where"])]
+    return [_field("line", f"{told['file']}:{told['line']}"), _field("", told["code"])]
+
+
+def _seam(seam: Mapping[str, Any]) -> list[str | None]:
+    if not seam:
+        return []
+    dropped = [_field("not", text) for text in seam["dropped"]]
+    if not seam["pieces"]:
+        return [_field("cut", seam["proof"]), *dropped]
+    share = f"paths from {seam['model']}; {seam['operations']:.0%} of the operations, {seam['seconds']:.0%} of the time"
+    return [_field("cut", seam["code"]), _field("", f"{share}; captured and replayed: {seam['proof']}"), *dropped]
+
+
+def _divergence(told: Mapping[str, Any]) -> list[str | None]:
+    divergence = told["divergence"]
+    if not divergence:
+        return []
+    when = "after the weights changed" if divergence["probe"] == "weights" else f"probe {divergence['probe']}"
+    text = f"call {divergence['call']} ({when}), in {divergence['piece'] or 'the model itself'}"
+    if divergence["operation"]:
+        text += f": {divergence['operation']} at {divergence['where']}"
+    elif divergence.get("noisy"):
+        text += ": eager itself does not repeat there"
+    else:
+        text += f", which returns what an earlier call made: {divergence['where']}"
+    return [_field("first off", text), _field("experiment", told["finding"].get("detail", ""))]
+
+
+def _reasons(told: Mapping[str, Any]) -> list[str | None]:
+    reasons = told["reasons"]
+    if len(reasons) < 2 and told["verdict"] not in SAFE:
+        return []
+    lines: list[str | None] = ["", f"all that one forward does and a graph cannot record ({len(reasons)}):"] if reasons else []
+    for reason in reasons:
+        times = f", {reason['count']} times" if reason["count"] > 1 else ""
+        lines.append(f"  {reason['cause']} in {reason['module'] or 'the model itself'}{times}: {spoken(reason['what'])}")
+        lines += [f"      {reason['where']}", f"      -> {reason['advice']}"]
+    return lines

@@ -1,0 +1,27 @@
+"""A whole branch is skipped where nothing is large, decided in Python from a device value."""
+
+import torch
+from torch import nn
+
+MODE = "inference"
+EXPECT = "uncapturable"
+EXPECT_CAUSE = "host-sync"
+
+
+class Model(nn.Module):
+    def forward(self, x):
+        large = x > 1.5
+        if bool(large.any()):
+            x = x.clamp(max=1.5)
+        return x * 3
+
+
+def build():
+    torch.manual_seed(1)
+    return Model()
+
+
+def probes(device):
+    g = torch.Generator().manual_seed(2)
+    a, b = torch.rand(4, 6, generator=g), torch.randn(4, 6, generator=g) * 3 + 2
+    return (a.to(device),), (b.to(device),)
