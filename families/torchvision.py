@@ -1,14 +1,20 @@
-"""torchvision: every model it lists, the quantized ones aside, with random weights. Importing this imports no model code."""
+"""torchvision: every model it lists, the quantized ones aside, with random weights; of each classifier family, one is trained.
+
+Importing this imports no model code.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.metadata
+import zlib
 from typing import Any
 
 from parity.rows.family import Expect, Family, Input, Subject, Zoo
+from parity.rows.probes import draw
 from parity.rows.row import Settings
+from parity.rows.training import Training, TrainSubject
 
 _ARMS = ("bare", "graphed")  # torchvision captures nothing itself
 
@@ -42,6 +48,8 @@ FIXED = (
     "vit_l_32",
 )  # 224: learned positions, or a fixed grid
 INCEPTION = ("inception_v3",)
+# Their own initialisation is so small that the classes no longer depend on the image, and left unsaid it warns.
+OLD = {"googlenet": {"init_weights": False}, "inception_v3": {"init_weights": False}}
 SEGMENTATION = (
     "deeplabv3_mobilenet_v3_large", "deeplabv3_resnet101", "deeplabv3_resnet50", "fcn_resnet101", "fcn_resnet50",
     "lraspp_mobilenet_v3_large",
@@ -112,13 +120,11 @@ def _family(name: str, task: str, inputs: Any, sizes: tuple[int, ...], other_siz
 
 def _classifiers() -> list[Family]:
     inputs = functools.partial(_image, IMAGENET)
-    # their own initialisation is so small that the classes no longer depend on the image, and left unsaid it warns
-    old = {"googlenet": {"init_weights": False}, "inception_v3": {"init_weights": False}}
     return [
-        *(_family(n, "classify", inputs, (128, s), 96, arguments=old.get(n, {})) for n, s in CONVOLUTIONAL.items()),
+        *(_family(n, "classify", inputs, (128, s), 96, arguments=OLD.get(n, {})) for n, s in CONVOLUTIONAL.items()),
         *(_family(n, "classify", inputs, (224,), 192) for n in WINDOWED),
         *(_family(n, "classify", inputs, (224,), None) for n in FIXED),
-        *(_family(n, "classify", inputs, (299,), 267, arguments=old.get(n, {})) for n in INCEPTION),
+        *(_family(n, "classify", inputs, (299,), 267, arguments=OLD.get(n, {})) for n in INCEPTION),
     ]
 
 
@@ -157,6 +163,68 @@ def _families() -> tuple[Family, ...]:
     )
 
 
+# One of each architecture that has code of its own. Beside each name the size it is trained at here, then another one.
+TRAINED: dict[str, tuple[int, int | None]] = {
+    "alexnet": (64, 96), "convnext_tiny": (64, 96), "densenet121": (64, 96), "efficientnet_b0": (64, 96),
+    "efficientnet_v2_s": (64, 96), "googlenet": (64, 96), "inception_v3": (299, None), "maxvit_t": (224, None), "mnasnet0_5": (64, 96),
+    "mobilenet_v2": (64, 96), "mobilenet_v3_small": (64, 96), "regnet_x_400mf": (64, 96), "regnet_y_400mf": (64, 96),
+    "resnet18": (64, 96), "resnext50_32x4d": (64, 96), "shufflenet_v2_x0_5": (64, 96), "squeezenet1_0": (64, 96), "swin_t": (64, 96),
+    "swin_v2_t": (64, 96), "vgg11": (64, 96), "vit_b_16": (64, None), "wide_resnet50_2": (64, 96),
+}  # fmt: skip
+_CLASSES = 1000
+_AUXILIARY = 0.4  # weight of the loss of Inception's and GoogLeNet's auxiliary heads
+
+
+def build_training(name: str, arguments: dict[str, Any], settings: Settings) -> TrainSubject:
+    """The model with random weights, in training mode, on the host; its loss is the cross-entropy."""
+    import torch
+    from torchvision.models import get_model
+
+    sized = {"image_size": settings.size} if name.startswith("vit_") else {}
+    module = get_model(name, weights=None, **arguments, **sized).train()
+    if name.startswith("vit_"):  # zero-initialised: nothing in front of it would get a gradient
+        torch.nn.init.normal_(module.heads.head.weight, std=0.02)
+
+    def loss(forward: Any, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        out = forward(images)
+        main, *auxiliary = out if isinstance(out, tuple) else (out,)
+        total = torch.nn.functional.cross_entropy(main, labels)
+        for head in auxiliary:
+            total = total + _AUXILIARY * torch.nn.functional.cross_entropy(head, labels)
+        return total
+
+    return TrainSubject(module, module, loss)
+
+
+def labelled(settings: Settings, probe: str, seed: int) -> tuple[Any, Any]:
+    """Float32 images of shape (batch, 3, size, size), and one int64 class for each."""
+    import torch
+
+    number = zlib.crc32(f"{probe}/{seed}".encode())
+    images = draw(Input((settings.batch, 3, settings.size, settings.size), *IMAGENET), probe, number)
+    generator = torch.Generator().manual_seed(number ^ 1)
+    return images, torch.randint(_CLASSES, (settings.batch,), generator=generator)
+
+
+def _trained() -> list[Training]:
+    return [
+        Training(
+            "torchvision",
+            name,
+            "classify",
+            functools.partial(build_training, name, OLD.get(name, {})),
+            labelled,
+            size=size,
+            batch=4 if name in INCEPTION else 2,  # its auxiliary head normalises single pixels: two images would always be +1 and -1
+            other_size=other,
+            arms=("graphed",),
+            seam="the whole network; cross-entropy is eager",
+            mechanism="classifier",
+        )
+        for name, (size, other) in TRAINED.items()
+    ]
+
+
 def version() -> str:
     """Raises PackageNotFoundError where torchvision is not installed."""
     return importlib.metadata.version("torchvision")
@@ -171,7 +239,7 @@ ZOO = Zoo(
     "torchvision",
     "torchvision",
     "pip install 'cuda-graph-parity[torchvision]'",
-    families=_families(),
+    families=(*_families(), *_trained()),
     warm=warm,
     version=version,
 )

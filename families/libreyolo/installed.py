@@ -8,6 +8,7 @@ import importlib.util
 import os
 
 from .images import ARCHITECTURES
+from .training import RECIPES
 
 _TOWERS = (
     "ppocr.model",
@@ -20,11 +21,16 @@ _TOWERS = (
     "sensenova.modeling.qwen2_navit",
     "sensenova.modeling.siglip_navit",
 )
-# Lazily imported by transformers, timm and the tokenizers at the first build.
+# Lazily imported by the library, transformers, timm and the tokenizers at the first build or step.
 _LAZY = (
     "cv2",
     "ftfy",
     "huggingface_hub",
+    "libreyolo.cli.aliases",
+    "libreyolo.models.fomo.loss",
+    "libreyolo.models.yolo7.loss",
+    "libreyolo.models.yolo9.loss",
+    "libreyolo.training.cuda_graph",
     "sentencepiece",
     "timm",
     "torchvision",
@@ -45,8 +51,9 @@ def version() -> str:
 
 def warm() -> None:
     """Imports all that the builders will need."""
-    modules = dict.fromkeys(f"{architecture.module}.model" for architecture in ARCHITECTURES)
-    for module in (*modules, *_TOWERS):
+    models = (f"{architecture.module}.model" for architecture in ARCHITECTURES)
+    trainers = (f"{recipe.module}.{part}" for recipe in RECIPES for part in ("model", "trainer"))
+    for module in dict.fromkeys((*models, *trainers, *_TOWERS)):
         importlib.import_module(f"libreyolo.models.{module}")
     for module in _LAZY:
         importlib.import_module(module)

@@ -18,7 +18,7 @@ from parity.rows.family import Family, Subject
 from parity.rows.row import Settings
 from parity.runtime import tree
 
-FAMILIES = {f.key: f for zoo in (LIBREYOLO, TORCHVISION) for f in zoo.families}
+FAMILIES = {f.key: f for zoo in (LIBREYOLO, TORCHVISION) for f in zoo.families if isinstance(f, Family)}
 SAMPLED_LIBREYOLO = (
     "yolo9/detect", "yolonas/obb", "rtdetr/detect", "rfdetr/obb", "rtdetrv2/obb", "ec/pose", "fomo/point", "dinov2/embed",
     "clip/embed", "pidnet/semantic", "birefnet/matte", "ppocr/ocr", "sam/segment", "sam2/segment", "sam3/segment", "edgetam/segment",
