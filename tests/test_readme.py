@@ -18,7 +18,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in every if name == language]
 
 
 def commands() -> list[list[str]]:
@@ -78,3 +79,11 @@ def test_its_runtime_example_captures_once_and_replays(capsys: pytest.CaptureFix
         info = graphed.info()  # type: ignore[attr-defined]
     assert (info.captures, info.replays) == (1, 3)
     assert "captures" in capsys.readouterr().out
+
+
+def test_its_training_example_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = [block for block in blocks("python") if "TrainGraphs" in block]
+    torch.manual_seed(0)
+    with device():
+        exec(text, {})
+    assert capsys.readouterr().out == "1 5 \n"
