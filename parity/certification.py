@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from parity.judge.outcome import Outcome
 from parity.judge.verdict import SAFE
 from parity.record.evidence import EvidenceFile, evidence_path, read_evidence
+from parity.record.explanation import recorded, render
 from parity.record.files import RecordError
-from parity.record.fresh import missing_or_stale
+from parity.record.fresh import missing_or_stale, study_fingerprint
 from parity.record.grade import cause_of, graded
-from parity.record.line import Record, is_expected, record_of, rerun, validate
+from parity.record.learned import EXPLAINED, FIELD, learned
+from parity.record.line import Record, is_expected, record_of, rerun, subject, validate
 from parity.record.report import write_reports
+from parity.rows.case import CASE
 from parity.rows.discovery import Catalogue, DiscoveryError
 from parity.rows.row import ARMS, Row
 from parity.run.isolate import Options, Pool, probe
+from parity.run.nursery import RunError
 
 CONTROLS = "controls"
+STUDY: Final = "parity.judge.explain.study:judge"
+
+
+def studies(rows: Sequence[Row], options: Options) -> Generator[Outcome, None, None]:
+    """What children learn about rows, each in a process of its own: the arm ``eager`` is studied, any other is judged."""
+    with Pool(replace(options, judge=STUDY, isolation="fork")) as pool:
+        yield from pool.run([[row] for row in rows])
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
@@ -50,6 +62,10 @@ class Tally:
         self.records.append(record)
         self.verdicts[record["verdict"]] += 1
 
+    def exchange(self, record: Record) -> None:
+        """Puts the record, which tells more, in the place of the one of its id."""
+        self.records = [record if r["id"] == record["id"] else r for r in self.records]
+
     @property
     def unexpected(self) -> list[Record]:
         return [r for r in self.records if not is_expected(r) and r["verdict"] != "unavailable"]
@@ -66,7 +82,8 @@ class Tally:
 
 class Certification:
     """``rows`` judged on ``engine``; the environment is what a probing child reported. ``emulated``: the rows instead, where that is
-    the engine. ``controls``: whether ``with_controls`` adds to them. ``reports`` None: nothing is written."""
+    the engine. ``controls``: whether ``with_controls`` adds to them. ``reports`` None: nothing is written. ``explain``: whether refused
+    rows are studied after all were judged. ``notes``: what kept a study from happening."""
 
     def __init__(
         self,
@@ -79,6 +96,7 @@ class Certification:
         reports: Path | None = None,
         shard: str = "",
         resume: bool = False,
+        explain: bool = False,
         **options: Any,
     ) -> None:
         self.catalogue = catalogue
@@ -98,6 +116,8 @@ class Certification:
         self.path = evidence_path(reports, self.environment, self.engine, shard) if reports is not None else None
         self.rows = shard_of(rows, shard) if shard else list(rows)
         self.kept: list[Record] = []
+        self.explain = explain
+        self.notes: list[str] = []
         if resume:
             self._resume()
 
@@ -157,6 +177,45 @@ class Certification:
         self.tally.add(record)
         return record
 
+    def owed(self, record: Record) -> bool:
+        """Whether a record is to have an explanation and has none, or one that another version of the study gave."""
+        if not self.explain or record["zoo"] in (CONTROLS, CASE) or record["verdict"] not in EXPLAINED:
+            return False
+        told: Mapping[str, Any] = record.get(FIELD, {})
+        return told.get("study") != study_fingerprint()
+
+    def unexplained(self) -> list[Row]:
+        """The arm ``eager`` of each subject that is to be studied, in the order of their ids."""
+        return sorted({Row.parse(r["id"]).with_arm("eager") for r in self.tally.records if self.owed(r)}, key=lambda row: row.id)
+
+    def explanations(self) -> Iterator[list[Record]]:
+        """Studies the refused subjects of what was judged, and yields the records of each, which tell more then, once they are on disk.
+        No verdict changes. A study that fails says why in the explanation; where none can be made, ``notes`` says so."""
+        rows = self.unexplained()
+        if not rows:
+            return
+        if self.path is not None:
+            self.file = EvidenceFile.open(self.path)
+        done = 0
+        try:
+            with closing(studies(rows, self.options)) as told:  # no child outlives a run that is broken off
+                for outcome in told:
+                    done += 1
+                    yield self._explained(outcome)
+        except RunError as error:
+            self.notes.append(f"{len(rows) - done} of {len(rows)} refused subjects are not explained: {error}")
+        finally:
+            self.finish()
+
+    def _explained(self, outcome: Outcome) -> list[Record]:
+        told = learned(outcome, self.engine) | {"study": study_fingerprint()}
+        records = [r | {FIELD: told} for r in self.tally.records if subject(r) == Row.parse(outcome.row).subject and self.owed(r)]
+        for record in records:
+            if self.file is not None:
+                self.file.append(record)
+            self.tally.exchange(record)
+        return records
+
     def finish(self) -> None:
         """Compacts the evidence and rebuilds the reports from files. Safe to call twice."""
         if self.file is None:
@@ -205,7 +264,7 @@ def line(record: Record) -> str:
 
 
 def explanation(record: Record) -> str:
-    """Why a record is not the expected one, and how to see it again."""
+    """Why a record is not the expected one, how to see it again, and what a study of it told."""
     detail = record["detail"] or record["message"]
     declared = f"{record['expected']} ({record['expected_reason']})" if record["expected_reason"] else record["expected"]
     better = record["verdict"] in SAFE and record["expected"] not in SAFE
@@ -214,6 +273,7 @@ def explanation(record: Record) -> str:
         if better
         else "If this verdict is right and known, declare it with a reason in the family's `expected`."
     )
+    why = ["", render(recorded(record))] if FIELD in record else []
     return "\n".join(
         [
             f"{record['id']} is {graded(record)} ({cause_of(record) or 'no cause needed'}), expected {declared}",
@@ -221,5 +281,6 @@ def explanation(record: Record) -> str:
             f"  where:   {record['where'] or '-'}",
             f"  again:   {record['command']}",
             f"  {advice}",
+            *why,
         ]
     )

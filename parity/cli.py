@@ -26,6 +26,7 @@ from parity.record.evidence import name_of, read_all, read_evidence
 from parity.record.files import RecordError
 from parity.record.fresh import missing_or_stale
 from parity.record.junit import write_junit
+from parity.record.line import subject
 from parity.record.report import write_reports, write_summary
 from parity.rows.case import CASE
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover, usual_sources
@@ -110,6 +111,9 @@ def certify(
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds per row.")] = 300.0,
     seed: Annotated[int, typer.Option("--seed", help="Seed of weights and probes.")] = 0,
     isolation: Annotated[str, typer.Option("--isolation", help="warm; fork or spawn: one row per process.")] = "warm",
+    explain_refused: Annotated[
+        bool, typer.Option("--explain/--no-explain", help="Study refused rows afterwards: why, where, and where to cut.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Judge rows and record the evidence. Must-fail controls run along; one that survives voids the run. On the emulated engine,
@@ -136,14 +140,19 @@ def certify(
     run = Certification(
         catalogue, rows, engine=engine, emulated=emulated, controls=True,
         reports=None if quiet_reports else reports, shard=shard, resume=resume, slots=slots, timeout=timeout, seed=seed,
-        isolation=isolation,
+        isolation=isolation, explain=explain_refused,
     )  # fmt: skip
+    goes_on = "runs"
     try:
         with Progress(console, len(run.rows), run.engine) as progress:
             for record in run.run():
                 progress.advance(record)
+            goes_on = "explains"
+            due = len(run.unexplained())
+            for done, records in enumerate(run.explanations(), 1):
+                progress.explaining(done, due, subject(records[0]))
     except KeyboardInterrupt:
-        console.print(f"interrupted: {len(run.tally.records)} finished rows are kept; `--resume` runs the others", markup=False)
+        console.print(f"interrupted: {len(run.tally.records)} finished rows are kept; `--resume` {goes_on} the others", markup=False)
         raise typer.Exit(130) from None
     wanted = {row.id for row in (emulated if run.engine == "emulated" else rows)}
     if as_json:

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from parity.certification import studies
 from parity.judge.outcome import Outcome
 from parity.record.explanation import Explanation, explanation, render
 from parity.rows.discovery import Catalogue, DiscoveryError, discover, is_case, usual_sources
 from parity.rows.row import Row
-from parity.run.isolate import Options, Pool, probe
+from parity.run.isolate import Options, probe
 
-JUDGE: Final = "parity.judge.explain.study:judge"
 _SHAPE: Final = re.compile(r"(\d+(x\d+)*)?(:[a-z0-9]+)?")
 _FACTORY: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _MESSAGE: Final = "TargetError: "
@@ -110,11 +110,8 @@ def answer(target: Target, engine: str, *, timeout: float = 300.0, seed: int = 0
     if engine == "auto":
         engine = probe(target.catalogue.sources, engine, [target.rows[0].zoo])["engine"]
     study = target.rows[0].with_arm("eager")
-    options = Options(engine, target.catalogue.sources, timeout=timeout, seed=seed, isolation="fork", judge=JUDGE)
-    outcomes: dict[str, Outcome] = {}
-    with Pool(options) as pool:
-        for outcome in pool.run([[row] for row in (study, *target.rows)]):
-            outcomes[outcome.row] = outcome
+    options = Options(engine, target.catalogue.sources, timeout=timeout, seed=seed)
+    outcomes: dict[str, Outcome] = {outcome.row: outcome for outcome in studies((study, *target.rows), options)}
     judged = [outcomes[row.id] for row in target.rows]
     if target.ours and judged[0].status == "broken":
         raise BadTarget(_at_fault(outcomes[study.id], judged[0]))

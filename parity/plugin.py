@@ -1,4 +1,7 @@
-"""The pytest door: ``pytest parity/ -k yolox``. Options select rows exactly; one test per row; children judge, pytest only reports."""
+"""The pytest door: ``pytest parity/ -k yolox``. Options select rows exactly; one test per row; children judge, pytest only reports.
+
+The test of a refused row ends when the row is explained: after all rows were judged.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from parity.certification import Certification, explanation, screened_modes
+from parity.record.explanation import recorded, render
 from parity.record.files import RecordError
+from parity.record.learned import FIELD
 from parity.record.line import Record, is_expected, rerun
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover, usual_sources
 from parity.rows.row import ARMS, MODES, Row
@@ -36,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--families", action="append", default=[], metavar="PATH", help=text)
     group.addoption("--reports", default=None, metavar="DIR", help="record evidence there; default: record nothing")
     group.addoption("--row-timeout", type=float, default=300.0, metavar="SECONDS", help="limit per row")
+    text = "do not study refused rows after all were judged, and let their tests end before that, as -x and --maxfail do too"
+    group.addoption("--no-explain", action="store_true", help=text)
     group.addoption("--slots", type=int, default=0, help="children per device; 0: as many as make sense")
 
 
@@ -114,14 +121,23 @@ class Matrix:
             reports=Path(reports) if reports else None,
             timeout=config.getoption("--row-timeout"),
             slots=config.getoption("--slots"),
+            explain=not (config.getoption("--no-explain") or config.getoption("maxfail")),
         )
         self.left = {row.id for row in rows} - {row.id for row in self.run.rows}
         self.records: dict[str, Record] = {}
-        self._stream: Iterator[Record] = self.run.run()
+        self._stream: Iterator[Record] = self._told()
+
+    def _told(self) -> Iterator[Record]:
+        yield from self.run.run()
+        for records in self.run.explanations():
+            yield from records
 
     def record(self, row: Row) -> Record:
-        while row.id not in self.records:
+        """Of a refused row only once it is explained, which is after all rows were judged."""
+        while row.id not in self.records or self.run.owed(self.records[row.id]):
             record = next(self._stream, None)
+            if record is None and row.id in self.records:
+                break  # it could not be explained; the run's notes say why
             if record is None:
                 raise RunError(f"{row.id}: the run ended without judging it; again: {rerun(row, self.run.engine)}")
             self.records[record["id"]] = record
@@ -167,6 +183,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     engine = matrix.run.engine
     if engine == "emulated":
         terminalreporter.write_line("parity: emulated engine: rows are screened, not certified", yellow=True)
+    for note in matrix.run.notes:
+        terminalreporter.write_line(f"parity: {note}", yellow=True)
     for record in matrix.run.tally.survived:
         terminalreporter.write_line(f"parity: a control did not do what it must, this run is void: {explanation(record)}", red=True)
 
@@ -181,3 +199,5 @@ def judge(row: Row, matrix: Matrix) -> None:
         pytest.skip(record["message"] or "unavailable")
     if not is_expected(record):
         pytest.fail(explanation(record), pytrace=False)
+    if FIELD in record:
+        print(render(recorded(record)))  # as declared, so the test passes: pytest shows it with -rP

@@ -49,6 +49,13 @@ class Progress:
         if not self.console.is_terminal or not is_expected(record):
             self.console.print(line(record), markup=False, highlight=False, soft_wrap=True)
 
+    def explaining(self, done: int, total: int, name: str) -> None:
+        """Of the refused subjects, ``done`` were studied, ``name`` the last; begins the bar anew."""
+        told = f"explaining {done} of {total}"
+        self.bar.update(self.task, total=total, completed=done, description=told)
+        if not self.console.is_terminal:
+            self.console.print(f"{told}: {name}", markup=False, highlight=False, soft_wrap=True)
+
 
 def counted(records: Iterable[Record]) -> str:
     """How many of each verdict, in their order, those of training by class: ``2 certified (exact), 1 wrong``."""
@@ -68,6 +75,8 @@ def print_summary(console: Console, run: Certification, wanted: set[str]) -> Non
     console.print(table)
     for record in run.tally.unexpected:
         console.print(explanation(record), markup=False, highlight=False, soft_wrap=True)
+    for note in run.notes:
+        console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     missing = len(wanted - {r["id"] for r in run.tally.records})
     if missing and not run.shard:
         console.print(f"{missing} of the rows asked for were not judged", style="red")

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from parity.certification import STUDY
 from parity.judge.outcome import TRAINING_CHECKS, Check, Outcome
 from parity.rows.row import Row
 from parity.run.isolate import Options
-from parity.run.nursery import NoDevice
+from parity.run.nursery import NoDevice, RunError
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,8 +27,14 @@ def build(kind):
             def __init__(self):
                 super().__init__()
                 self.weight = torch.nn.Parameter(torch.randn(4))
+                if kind == "reads":
+                    self.stem = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
             def forward(self, x):
                 self.calls += 1
+                if kind == "reads":
+                    x = self.stem(x)
+                    if x.sum() > 4:
+                        x = -x
                 if kind == "waits":
                     import time
                     time.sleep(600)
@@ -157,15 +164,39 @@ def _trained(row: Row, survivor: bool) -> Outcome:
     return Outcome(row.id, "judged", tuple(checks), captures=1, replays=9, seconds={"arm": 2.0}, training=told)
 
 
+def studied(row: Row) -> Outcome:
+    """What a study of a row that counts would find."""
+    where = "_models.py:20 return x * self.calls"
+    piece = {"path": "stem", "operations": 0.75, "seconds": 0.5, "calls": 1}
+    seam = {"model": "Model", "code": "Seam(pieces=('stem',), reason='it counts')", "pieces": [piece], "proof": "bits equal"}
+    figures = {
+        "reasons": [],
+        "finding": {"cause": "python-counter", "where": where, "detail": "equal calls multiply by 1, then by 2"},
+        "divergence": {"call": 2, "probe": "B", "piece": "head", "module": "head", "operation": "aten::mul", "where": where},
+        "seam": seam | {"dropped": [], "operations": 0.75, "seconds": 0.5},
+        "stopped": "",
+        "unseen": ["a library"],
+    }
+    return Outcome(row.id, "judged", (Check("study", "passed", figures=figures),))
+
+
 class FakePool:
-    """As run.isolate.Pool; ``judged``: ids in order, of all pools. ``interrupt_after``: rows until somebody presses Ctrl-C."""
+    """As run.isolate.Pool; ``judged``: ids in order, of all pools, ``explained``: those of pools that study. ``interrupt_after``: rows
+    until somebody presses Ctrl-C, ``studies_until``: studies until then. ``failing``: families whose study dies; ``broken``: the run of
+    a pool that studies cannot go on."""
 
     judged: list[str] = []  # noqa: RUF012
+    explained: list[str] = []  # noqa: RUF012
+    asked: list[Options] = []  # noqa: RUF012
+    studies_until = -1
+    failing: tuple[str, ...] = ()
+    broken = ""
     survivor = False
     interrupt_after = -1
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.asked.append(options)
 
     def __enter__(self) -> FakePool:
         return self
@@ -176,11 +207,24 @@ class FakePool:
     def run(
         self, groups: Sequence[Sequence[Row]], hints: Mapping[str, float] | None = None, suspects: Iterable[str] = ()
     ) -> Iterator[Outcome]:
+        if self.options.judge == STUDY:
+            yield from self._study([row for group in groups for row in group])
+            return
         for count, row in enumerate(row for group in groups for row in group):
             if count == self.interrupt_after:
                 raise KeyboardInterrupt
             self.judged.append(row.id)
             yield outcome_of(row, self.survivor and row.family == "must_fail")
+
+    def _study(self, rows: Sequence[Row]) -> Iterator[Outcome]:
+        for count, row in enumerate(rows):
+            if count == self.studies_until:
+                raise KeyboardInterrupt
+            if self.broken:
+                raise RunError(self.broken)
+            self.explained.append(row.id)
+            died = Outcome(row.id, "timed_out", message="took longer than 300 s")
+            yield died if row.family in self.failing else studied(row)
 
 
 def patch_in() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -12,15 +14,19 @@ import pytest
 from doors import FakePool, fake_probe, outcome_of, write_families
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from parity import certification
-from parity.certification import Certification, explanation, groups_of, line, rerun, screened, shard_of, with_controls
+from parity.certification import STUDY, Certification, explanation, groups_of, line, rerun, screened, shard_of, with_controls
+from parity.cli import main
 from parity.judge.outcome import Outcome
+from parity.progress import Progress, print_summary
 from parity.record.evidence import read_evidence
 from parity.record.files import RecordError
 from parity.record.line import record_of
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover
 from parity.rows.row import ARMS, Row, Settings
+from parity.run.isolate import Options
 
 WORDS = st.sampled_from(["ab", "cd", "ef"])
 ROWS = st.lists(
@@ -34,7 +40,8 @@ ROWS = st.lists(
 def catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Catalogue]:
     monkeypatch.setattr(certification, "Pool", FakePool)
     monkeypatch.setattr(certification, "probe", fake_probe)
-    monkeypatch.setattr(FakePool, "judged", [])
+    for name in ("judged", "explained", "asked"):
+        monkeypatch.setattr(FakePool, name, [])
     yield discover([write_families(tmp_path, "small_zoos")])
     for name in [n for n in sys.modules if n.split(".")[0] == "small_zoos"]:
         del sys.modules[name]
@@ -292,7 +299,178 @@ def test_seconds_of_the_last_run_are_the_hints_of_the_next(catalogue: Catalogue,
     assert run.hints() == {rows[0].id: 1.0}
 
 
+# ---- explanations
+
+
+KNOWN = "small/known/detect/inference/b1-float32"
+SABOTAGED = "small/sabotaged/detect/inference/b1-float32"
+
+
+def explained(catalogue: Catalogue, *families: str, **more: Any) -> tuple[Certification, list[list[dict[str, Any]]]]:
+    """A run of these families with their controls, and what it tells after all were judged."""
+    run = Certification(catalogue, with_controls(catalogue, select(catalogue, *families)), explain=True, **more)
+    list(run.run())
+    return run, list(run.explanations())
+
+
+def told_of(run: Certification) -> dict[str, Any]:
+    """Of each row on disk that is explained, whether its study ended, by id."""
+    assert run.path is not None
+    return {r["id"]: r["explanation"]["stopped"] for r in read_evidence(run.path) if "explanation" in r}
+
+
+def test_each_refused_subject_is_studied_once_and_all_its_refused_arms_are_told(catalogue: Catalogue, tmp_path: Path) -> None:
+    run, groups = explained(catalogue, "healthy", "known", "sabotaged", "gone", reports=tmp_path, timeout=7.0)
+    assert FakePool.explained == [f"{KNOWN}/eager", f"{SABOTAGED}/eager"], "neither controls nor what is safe"
+    assert [sorted(r["arm"] for r in group) for group in groups] == [["bare", "graphed"], ["bare"]]
+    judging, studying = FakePool.asked
+    assert (judging.judge, studying.judge) == (Options("emulated", ()).judge, STUDY)
+    assert (studying.timeout, studying.isolation) == (7.0, "fork")
+    assert told_of(run) == dict.fromkeys((f"{KNOWN}/bare", f"{KNOWN}/graphed", f"{SABOTAGED}/bare"), "")
+    bare, graphed = (r["explanation"] for r in sorted(groups[0], key=lambda r: str(r["arm"])))
+    assert bare == graphed
+    assert bare["seam"]["code"].startswith("Seam(pieces=('stem',)")
+    assert bare["unseen"][-1] == "the inside of a library"
+    assert "75% of the operations" in (tmp_path / "SUPPORT_MATRIX.md").read_text()
+    assert {r["id"]: "explanation" in r for r in run.tally.records} == {
+        r["id"]: r["zoo"] == "small" and r["verdict"] == "wrong" for r in run.tally.records
+    }
+
+
+def test_nothing_is_studied_unless_it_is_asked_for(catalogue: Catalogue, tmp_path: Path) -> None:
+    run = Certification(catalogue, select(catalogue, "sabotaged"), reports=tmp_path)
+    list(run.run())
+    assert list(run.explanations()) == []
+    assert (FakePool.explained, told_of(run)) == ([], {})
+
+
+@pytest.mark.parametrize(("zoo", "owed"), [("small", True), ("controls", False), ("case", False)])
+def test_controls_and_case_files_are_not_explained(catalogue: Catalogue, zoo: str, owed: bool) -> None:
+    (row,) = select(catalogue, "sabotaged")
+    run = Certification(catalogue, [row], explain=True)
+    assert run.owed(record(catalogue, row) | {"zoo": zoo}) == owed
+
+
+def test_without_reports_the_records_of_the_run_tell_it_all_the_same(catalogue: Catalogue) -> None:
+    run, _ = explained(catalogue, "sabotaged")
+    assert [r["family"] for r in run.tally.records if "explanation" in r] == ["sabotaged"]
+
+
+@pytest.mark.parametrize(("family", "code"), [("known", 0), ("sabotaged", 1)])
+def test_a_study_that_fails_says_so_and_changes_no_verdict(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, code: int
+) -> None:
+    monkeypatch.setattr(FakePool, "failing", (family,))
+    run, groups = explained(catalogue, family, reports=tmp_path)
+    assert run.tally.exit_code == code
+    assert {r["verdict"] for r in groups[0]} == {"wrong"}
+    assert set(told_of(run).values()) == {"took longer than 300 s"}
+    assert "incomplete took longer than 300 s" in explanation(groups[0][0])
+
+
+def test_where_no_study_can_be_made_a_note_says_so(catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakePool, "broken", "the zoo cannot be imported")
+    run, groups = explained(catalogue, "known", "sabotaged", reports=tmp_path)
+    assert (groups, told_of(run), run.tally.exit_code) == ([], {}, 1)
+    assert run.notes == ["2 of 2 refused subjects are not explained: the zoo cannot be imported"]
+    assert (tmp_path / "SUPPORT_MATRIX.md").exists()
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(console, run, set())
+    assert f"note: {run.notes[0]}" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_interrupted_explanation_keeps_everything_judged_and_resuming_goes_on(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakePool, "studies_until", 1)
+    with pytest.raises(KeyboardInterrupt):
+        explained(catalogue, "known", "sabotaged", reports=tmp_path)
+    (path,) = (tmp_path / "evidence").iterdir()
+    judged = [r["id"] for r in read_evidence(path)]
+    assert judged == sorted(FakePool.judged)
+    monkeypatch.setattr(FakePool, "studies_until", -1)
+    FakePool.judged.clear()
+    run, _ = explained(catalogue, "known", "sabotaged", reports=tmp_path, resume=True)
+    assert (FakePool.judged, FakePool.explained) == ([], [f"{KNOWN}/eager", f"{SABOTAGED}/eager"]), "each once, nothing judged again"
+    assert [r["id"] for r in read_evidence(path)] == judged
+    assert len(told_of(run)) == 3
+
+
+def test_resuming_explains_what_is_not_and_what_an_older_study_told(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = select(catalogue, "sabotaged")
+    list(Certification(catalogue, rows, reports=tmp_path).run())  # as evidence is that was taken without
+
+    def again() -> int:
+        FakePool.explained.clear()
+        run = Certification(catalogue, rows, reports=tmp_path, resume=True, explain=True)
+        list(run.run())
+        list(run.explanations())
+        return len(FakePool.explained)
+
+    assert [again(), again()] == [1, 0]
+    monkeypatch.setattr(certification, "study_fingerprint", lambda: "another")
+    assert [again(), again()] == [1, 0]
+
+
+def test_progress_tells_how_many_are_explained(catalogue: Catalogue) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with Progress(console, 0, "emulated") as progress:
+        progress.explaining(1, 2, SABOTAGED)
+    assert console.file.getvalue() == f"explaining 1 of 2: {SABOTAGED}\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("words", "studies"), [((), 1), (("--explain",), 1), (("--no-explain",), 0)])
+def test_the_command_explains_unless_it_is_told_not_to(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...],
+    studies: int,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(["certify", "--families", "small_zoos", "--family", "sabotaged", "--json", *words]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    assert ("explanation" in found, len(FakePool.explained)) == (bool(studies), studies)
+
+
+def test_ctrl_c_while_it_explains_says_how_to_go_on(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(FakePool, "studies_until", 0)
+    assert main(["certify", "--families", "small_zoos", "--family", "sabotaged"]) == 130
+    assert "interrupted: 3 finished rows are kept; `--resume` explains the others" in capfd.readouterr().err
+
+
+def test_a_refused_row_in_real_children(tmp_path: Path) -> None:
+    """Without a fake: one that reads a value, explained with its line, its advice and a cut that was tried."""
+    extra = '    family("reads", "reads", "small", arms=("bare", "graphed")),\n'
+    catalogue = discover([write_families(tmp_path, "reading_zoos", extra=extra)])
+    run = Certification(catalogue, select(catalogue, "reads"), engine="emulated", reports=tmp_path / "reports", explain=True)
+    assert {r["verdict"] for r in run.run()} == {"uncapturable"}
+    ((one, other),) = run.explanations()
+    assert one["explanation"] == other["explanation"]
+    told = one["explanation"]
+    assert [(r["cause"], r["where"].partition(" ")[2]) for r in told["reasons"]] == [("host-sync", "if x.sum() > 4:")]
+    assert told["seam"]["pieces"][0]["path"] == "stem"
+    assert told["seam"]["proof"].startswith("bits equal")
+    assert told["stopped"] == ""
+    assert run.path is not None
+    assert [r["explanation"] for r in read_evidence(run.path)] == [told, told]
+    matrix = (tmp_path / "reports" / "SUPPORT_MATRIX.md").read_text()
+    assert "Python reads a number of the device here" in matrix
+    assert "Seam(pieces=('stem',)" in matrix
+
+
 # ---- words
+
+
+def test_an_explained_row_says_why_in_its_words(catalogue: Catalogue) -> None:
+    _, ((found,),) = explained(catalogue, "sabotaged")
+    told = explanation(found)
+    assert told.startswith(explanation({name: value for name, value in found.items() if name != "explanation"}))
+    assert "cut        Seam(pieces=('stem',)" in told
+    assert "first off  call 2 (probe B), in head: aten::mul" in told
 
 
 def test_the_command_judges_the_row_alone(trains: Catalogue) -> None:

@@ -11,6 +11,7 @@ import pytest
 import typer
 from doors import CASE, outcome_of, write_families
 
+from parity import certification
 from parity import explain as door
 from parity.cli import main
 from parity.explain import BadTarget, answer, explain, target_of
@@ -79,7 +80,7 @@ def small(families: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     """A folder to stand in; ``told`` and ``run`` know the small zoo."""
     monkeypatch.setattr(door, "usual_sources", lambda named, here: [families])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(door, "Pool", FakePool)
+    monkeypatch.setattr(certification, "Pool", FakePool)
     monkeypatch.setattr(FakePool, "asked", [])
     monkeypatch.setattr(FakePool, "figures", {"reasons": [reason()]})
     return tmp_path

@@ -90,6 +90,23 @@ def test_everything_selected_is_tested_and_each_outcome_is_told(zoo: Path) -> No
     assert "plugin.py:" not in run.stdout
 
 
+def test_a_refused_row_tells_why_and_where_to_cut(zoo: Path) -> None:
+    """In the message of the one that is not declared; of the one that is, and passes, in its output."""
+    run = pytest_(zoo, "-v", "-rP", "--family", "known", "--family", "sabotaged", "--arm", "bare")
+    assert results(run) == {
+        "small/known/detect/inference/b1-float32/bare": "PASSED",
+        "small/sabotaged/detect/inference/b1-float32/bare": "FAILED",
+    }
+    failed, _, passed = run.stdout.partition("= PASSES =")
+    for text, family in ((failed, "sabotaged"), (passed, "known")):
+        assert f"small/{family}/detect/inference/b1-float32/bare: wrong (python-counter), on the emulated engine" in text
+        assert "cut        Seam(pieces=('stem',), reason='it counts')" in text
+    for word in ("--no-explain", "--maxfail=2"):
+        without = pytest_(zoo, "-v", "-rP", "--family", "known", "--family", "sabotaged", "--arm", "bare", word)
+        assert results(without) == results(run)
+        assert "Seam(" not in without.stdout
+
+
 def test_k_takes_substrings_and_family_is_exact(zoo: Path) -> None:
     substring = results(pytest_(zoo, "-v", "--zoo", "small", "-k", "ec and not sabotaged and not better and not gone"))
     exact = results(pytest_(zoo, "-v", "--family", "ec"))
@@ -212,3 +229,5 @@ def test_a_survivor_in_real_children_and_evidence_on_demand(tmp_path: Path) -> N
     assert f"again:   parity certify {tmp_path / 'mine.py'} --arm bare --engine emulated" in run.stdout
     (records,) = read_all(tmp_path / "out").values()
     assert {r["id"] for r in records} >= set(told)
+    assert {r["family"] for r in records if "explanation" in r} == {"sabotaged"}, "neither a control nor a case file"
+    assert "in the model itself: aten::mul at " in run.stdout, "the study of the undeclared one"

@@ -8,17 +8,11 @@ from typing import Any, Final
 from parity.judge.outcome import Outcome
 from parity.judge.verdict import SAFE, as_expected, verdict_of
 from parity.record.advice import advise, spoken
+from parity.record.learned import FIELD, learned
+from parity.record.line import is_expected, outcome_of
 from parity.rows.family import Expect
 from parity.rows.row import Row
 
-STUDY: Final = "study"
-"""The check whose figures hold what was learned about the row."""
-UNSEEN: Final = (
-    "kernels, and the streams that libraries launch them on, beyond what is known by name (deform_conv2d)",
-    "noise of kernels: atomics, cuDNN's and cuBLAS's choice of algorithm, their workspaces on a cold stream",
-    "memory: reuse within a graph's pool, addresses that another shape frees while a kernel of a library still reads them",
-)
-"""What the emulated engine cannot see of any model."""
 _SAFE: Final = "Nothing was found that a graph cannot record."
 _SAFE_BUT: Final = "The verdict is about what this engine sees. What is listed above is known of the operation: a device refuses it."
 Explanation = dict[str, Any]
@@ -30,13 +24,23 @@ def explanation(
     """``judged``: the arms, the one that is asked about first; ``studied``: what the arm ``eager`` was studied for; ``expect``: arm
     to what is declared. Keys: target, id, engine, verdict, expected (bool), cause, check, detail, op, where, file, line, code,
     module, advice, stale, class, proved, proof, reasons, divergence, finding, seam, unseen, arms, stopped."""
+    found = verdict_of(judged[0], engine)
+    expected = as_expected(found, expect.get(Row.parse(judged[0].row).arm))
+    return _told(target, engine, judged, learned(studied, engine), expected)
+
+
+def recorded(record: Mapping[str, Any], beside: Sequence[Mapping[str, Any]] = ()) -> Explanation:
+    """The same of a record that holds an explanation. ``beside``: records of the subject's other arms, from the same engine."""
+    others = [r for r in beside if r["id"] != record["id"]]
+    judged = [outcome_of(r) for r in (record, *others)]
+    return _told(record["id"], record["engine"], judged, record[FIELD], is_expected(record))
+
+
+def _told(target: str, engine: str, judged: Sequence[Outcome], study: Mapping[str, Any], expected: bool) -> Explanation:
     outcome = judged[0]
-    row = Row.parse(outcome.row)
     found = verdict_of(outcome, engine)
-    study = figures(studied)
-    reasons = [{**r, "advice": advise(r["cause"], r["what"])} for r in study.get("reasons", [])]
-    divergence, finding = study.get("divergence", {}), study.get("finding", {})
-    reason = _reason(found.cause, found.where, reasons)
+    divergence, finding = study["divergence"], study["finding"]
+    reason = _reason(found.cause, found.where, study["reasons"])
     where = found.where or reason.get("where", "") or finding.get("where", "") or divergence.get("where", "")
     file, line, code = place(where)
     op = reason.get("what", "") or divergence.get("operation", "")
@@ -45,7 +49,7 @@ def explanation(
         "id": outcome.row,
         "engine": engine,
         "verdict": found.verdict,
-        "expected": as_expected(found, expect.get(row.arm)),
+        "expected": expected,
         "cause": found.cause,
         "check": found.check,
         "detail": found.detail,
@@ -60,12 +64,7 @@ def explanation(
         "class": outcome.training.get("class", ""),
         "proved": outcome.training.get("cause", ""),
         "proof": list(outcome.training.get("proof", ())),
-        "reasons": reasons,
-        "divergence": divergence,
-        "finding": finding,
-        "seam": study.get("seam", {}),
-        "stopped": study.get("stopped", "") or ("" if study else studied.message),
-        "unseen": [*(UNSEEN if engine == "emulated" else ()), *(f"the inside of {name}" for name in study.get("unseen", []))],
+        **{name: study[name] for name in ("reasons", "divergence", "finding", "seam", "stopped", "unseen")},
         "arms": {Row.parse(o.row).arm: {"verdict": v.verdict, "cause": v.cause} for o in judged for v in [verdict_of(o, engine)]},
     }
 
@@ -73,10 +72,6 @@ def explanation(
 def _stale(outcome: Outcome, check: str) -> list[str]:
     """What the replay read after its owner had dropped it, by attribute."""
     return next((list(map(str, c.figures.get("stale", ()))) for c in outcome.checks if c.name == check), [])
-
-
-def figures(studied: Outcome) -> Mapping[str, Any]:
-    return next((check.figures for check in studied.checks if check.name == STUDY), {})
 
 
 def place(where: str) -> tuple[str, int, str]:

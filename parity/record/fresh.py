@@ -116,6 +116,11 @@ def judge_fingerprint(mode: str, package: Path = Path(str(_outcome.__file__)).pa
     return sources_hash(package, imported(package, f"judge/{mode}.py"))
 
 
+def study_fingerprint() -> str:
+    """The same of the code that studies a refused row (``judge/explain/study.py``): where it changed, another look may tell more."""
+    return judge_fingerprint("explain/study")
+
+
 def imported(package: Path, start: str) -> set[str]:
     """Files of ``package`` that the file ``start`` imports, itself included, wherever the import stands. Paths are relative."""
     found: set[str] = set()

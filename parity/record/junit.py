@@ -1,5 +1,5 @@
 """JUnit XML from evidence, for CI systems: a test case a row, failed where the verdict is not the declared one. A row of
-training that is safe has its class, proof and cause as properties.
+training that is safe has its class, proof and cause as properties. A row that was explained has the explanation as its output.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from parity.record.explanation import recorded, render
 from parity.record.files import write_atomic
 from parity.record.grade import cause_of, graded, proof_text
+from parity.record.learned import FIELD
 from parity.record.line import Record, is_expected
 
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 cannot hold
@@ -56,6 +58,8 @@ def _case(record: Record) -> ElementTree.Element:
         found = f"{record['verdict']} ({record['cause']})" if record["cause"] else graded(record)
         failure = ElementTree.SubElement(case, "failure", message=_text(f"{found}, declared {record['expected']}"))
         failure.text = _text(f"{record['detail'] or record['message']}\n{record['where']}\n{record['command']}")
+    if FIELD in record:
+        ElementTree.SubElement(case, "system-out").text = _text(render(recorded(record)))
     return case
 
 

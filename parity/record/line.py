@@ -1,6 +1,6 @@
 """One line of evidence: built from an outcome, and checked when it is read back.
 
-The verdict must follow from the checks beside it.
+The verdict must follow from the checks beside it. A refused row may hold an ``explanation`` too (``learned``), which decides nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from parity.judge.outcome import CAUSES, PROTOCOL, Outcome
 from parity.judge.verdict import SAFE, VERDICTS, Verdict, as_expected, verdict_of
 from parity.record.fresh import fingerprint, judge_fingerprint
 from parity.record.grade import FIELDS, check_training, class_expected, class_found, training_fields
+from parity.record.learned import check_learned
 from parity.record.tried import tried
 from parity.rows.case import CASE
 from parity.rows.discovery import is_case
@@ -195,6 +196,7 @@ def _validate(record: Record) -> None:
         check_training(record)
     elif found := [name for name in FIELDS if record.get(name)]:
         raise ValueError(f"a row of mode inference has no {', '.join(found)}")
+    check_learned(record)
     outcome = outcome_of(record)
     if odd := sorted({c.status for c in outcome.checks} - {"passed", "failed", "skipped"}):
         raise ValueError(f"a check has the status {odd[0]!r}")

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from parity.judge.verdict import SAFE
-from parity.record.advice import ADVICE
 from parity.record.allowlist import build_allowlist, certified, counts, family_key, write_allowlist
 from parity.record.bench import Measurement, bench_section, read_benches, with_slower
 from parity.record.evidence import read_all
@@ -20,6 +19,7 @@ from parity.record.grade import graded
 from parity.record.line import CONTROLS, Record, is_expected, subject
 from parity.record.markdown import code, table
 from parity.record.numerics import INTRODUCTION, classes_table, dtype_order, short, training_table, tried_table, verdict_cell
+from parity.record.refused import refused_parts
 from parity.rows.row import Settings
 from parity.runtime.allowlist import FILE
 
@@ -37,7 +37,6 @@ TASKS: Final = (
     "matte",
 )  # the order of the mission
 NOTHING: Final[Mapping[str, Sequence[Measurement]]] = MappingProxyType({})
-REFUSED: Final = frozenset({"wrong", "uncapturable", "not_graphed", "unproven", "unstable"})
 
 
 def write_reports(reports: str | Path) -> list[Path]:
@@ -157,9 +156,7 @@ def _sections(records: Sequence[Record], measurements: Iterable[Measurement] = (
         yield "**Healed**: unsafe without our runtime, safe with it; the cause is the same"
         rows = [(r, arm, cause) for r in healed for arm, cause in sorted(r["healed"].items())]
         yield table([{"row": code(r["id"]), "arm": arm, "cause": cause} for r, arm, cause in rows])
-    if refused := _refused(mine):
-        yield "**Refused**: do not replay these"
-        yield table(refused)
+    yield from refused_parts(mine)
     if tried := tried_table(mine):
         yield "**Unproven**: no set of conditions made them equal to eager"
         yield tried
@@ -195,28 +192,6 @@ def _subject_order(arms: Mapping[str, Record]) -> tuple[Any, ...]:
     settings = Settings.parse(first["settings"])
     order = (settings.size, settings.batch, dtype_order(settings.dtype), settings.boundary)
     return (*_task_order(first["task"]), first["family"], *order)
-
-
-def _refused(records: Sequence[Record]) -> list[dict[str, str]]:
-    """Rows that our runtime does not make safe, arms that agree on verdict, cause and line told together."""
-    healed = {subject(record) for record in records if record["healed"]}
-    groups: dict[tuple[str, ...], list[Record]] = {}
-    for record in records:
-        if record["verdict"] in REFUSED and subject(record) not in healed:
-            key = (subject(record), record["verdict"], record["cause"], record["where"])
-            groups.setdefault(key, []).append(record)
-    return [
-        {
-            "rows": code(key),
-            "arms": ", ".join(record["arm"] for record in group),
-            "verdict": verdict,
-            "cause": cause,
-            "where": code(where),
-            "declared": group[0]["expected_reason"] if all(map(is_expected, group)) else "not declared",
-            "what to do": ADVICE[cause],
-        }
-        for (key, verdict, cause, where), group in sorted(groups.items())
-    ]
 
 
 def _remarks(records: Sequence[Record]) -> Iterable[str]:
