@@ -16,6 +16,7 @@ from parity.runtime.emulated import device
 
 @pytest.fixture(autouse=True)
 def _on_device() -> Iterator[None]:
+    gc.unfreeze()  # a heap that an earlier test froze is none that a collection goes through
     with device():
         torch.manual_seed(0)
         yield

@@ -135,6 +135,8 @@ def test_autocast_counts_with_its_dtype(mode: str) -> None:
 )
 def test_a_precision_counts_however_wide_it_is_set(backend: str, op: str) -> None:
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    for narrower in ("all", "matmul", "conv", "rnn") if op == "all" else ():
+        put("cuda", narrower, "none")  # inherits, whatever was set in this process before
     with _set(lambda: get(backend, op), lambda value: put(backend, op, value), "ieee"):
         before = key(X)
         put(backend, op, "tf32")
