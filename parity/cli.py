@@ -227,9 +227,10 @@ def gate(
     if as_json:
         _print([f.to_dict() for f in findings])
     else:
-        for finding in findings:
-            typer.echo(str(finding))
-        typer.echo(f"{len(findings)} findings in {len(groups)} environments" if groups else "no evidence to compare")
+        if findings:
+            typer.echo(gates.render(findings))
+        told = f"{len(findings)} finding{'s' * (len(findings) != 1)} in {len(groups)} environment{'s' * (len(groups) != 1)}"
+        typer.echo(told if groups else "no evidence to compare")
     raise typer.Exit(gates.exit_code(findings) if groups else 2)
 
 

@@ -5,6 +5,7 @@ Pure: what to do about a finding is in its command, never done here.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -172,6 +173,25 @@ def _moved(then: Any, record: Record) -> list[tuple[str, str, str]]:
 
 def _because(cause: str) -> str:
     return f" ({cause})" if cause else ""
+
+
+def render(findings: Sequence[Finding], shown: int = 3) -> str:
+    """Findings for a person. Of the rows missing from one zoo and mode the first ``shown``, and one command for all of them."""
+    told: list[str] = []
+    missing: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        parts = finding.row.split("/")
+        if finding.kind == "missing row" and len(parts) > 3:
+            missing.setdefault((parts[0], parts[3]), []).append(finding)
+        else:
+            told.append(str(finding))
+    for (zoo, mode), rows in missing.items():
+        told += [str(row) for row in rows[:shown]]
+        if len(rows) > shown:
+            command = shlex.join(["parity", "certify", "--zoo", zoo, "--mode", mode, "--engine", "cuda", "--resume"])
+            more = f"{len(rows) - shown} more of {zoo}, {mode} (--json lists them)"
+            told.append(f"missing row: {more}; for all of them:\n    {command}")
+    return "\n".join(told)
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

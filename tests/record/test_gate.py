@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parity.record.allowlist import build_allowlist
-from parity.record.gate import KINDS, Finding, exit_code, gate
+from parity.record.gate import KINDS, Finding, exit_code, gate, render
 from parity.record.line import rerun
 from parity.rows.family import Expect
 from parity.runtime.allowlist import Allowlist
@@ -257,3 +257,16 @@ def test_modes_do_not_answer_for_each_other():
     control = training("drops", "control", zoo="controls", expected={"bare": (Expect("wrong", "it drops a gradient", "host-state"),)})
     assert _gate([*TRAINED, trained("bare", told(""), of=control, checks=one_failed("gradients", "host-state"))], TRAINING_LIST) == []
     assert _alone(_gate([*TRAINED, trained("bare", of=control)], TRAINING_LIST), "control survived")
+
+
+def test_many_missing_rows_of_one_zoo_get_one_command():
+    rows = [
+        Finding("missing row", f"zoo/f{i}/detect/inference/8px-b1-float32/graphed", "no evidence", f"certify {i}") for i in range(5)
+    ]
+    other = Finding("missing row", "zoo/t/detect/training/8px-b1-float32/graphed", "no evidence", "certify t")
+    lines = render([Finding("regression", "zoo/x", "was certified", "again"), *rows, other], shown=3).splitlines()
+    assert lines[0].startswith("regression: zoo/x")
+    assert [line.split("/")[1] for line in lines if "no evidence" in line] == ["f0", "f1", "f2", "t"]
+    (more,) = (i for i, line in enumerate(lines) if "2 more of zoo, inference" in line)
+    assert lines[more + 1].split() == ["parity", "certify", "--zoo", "zoo", "--mode", "inference", "--engine", "cuda", "--resume"]
+    assert render(rows[:3], shown=3) == "\n".join(map(str, rows[:3]))
