@@ -35,7 +35,7 @@ def test_every_parity_command_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(told) >= 8
     for words in told:
         command = known.commands[words[1]]  # type: ignore[attr-defined]
-        options = {opt for parameter in command.params for opt in parameter.opts}
+        options = {opt for parameter in command.params for opt in (*parameter.opts, *parameter.secondary_opts)}
         assert {w for w in words[2:] if w.startswith("--")} <= options, words
 
 
