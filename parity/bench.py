@@ -15,7 +15,7 @@ from rich.console import Console
 
 from parity.judge.outcome import Outcome
 from parity.record.bench import EMULATED, Measurement, bench_path, bench_section, measurement_of, write_bench
-from parity.record.line import environment_name
+from parity.record.line import CONTROLS, environment_name
 from parity.record.report import write_reports
 from parity.rows.discovery import Catalogue, Selection, discover, usual_sources
 from parity.rows.row import Row
@@ -23,7 +23,6 @@ from parity.run.alone import alone
 from parity.run.isolate import Options, Pool, probe
 
 ARMS: Final = ("graphed", "native")
-CONTROLS: Final = "controls"
 PRECISIONS: Final = ("float32", "bfloat16", "float16", "autocast-bfloat16", "autocast-float16")
 TRAINED_IN: Final = "bfloat16"
 """The dtype that autocast casts to in training where none is asked for."""

@@ -18,7 +18,7 @@ from parity.record.files import RecordError
 from parity.record.fresh import missing_or_stale, study_fingerprint
 from parity.record.grade import cause_of, graded
 from parity.record.learned import EXPLAINED, FIELD, learned
-from parity.record.line import Record, is_expected, record_of, rerun, subject, validate
+from parity.record.line import CONTROLS, Record, is_expected, record_of, rerun, subject, validate
 from parity.record.report import write_reports
 from parity.rows.case import CASE
 from parity.rows.discovery import Catalogue, DiscoveryError
@@ -26,7 +26,6 @@ from parity.rows.row import ARMS, Row
 from parity.run.isolate import Options, Pool, probe
 from parity.run.nursery import RunError
 
-CONTROLS = "controls"
 STUDY: Final = "parity.judge.explain.study:judge"
 
 

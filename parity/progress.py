@@ -11,11 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from parity.certification import CONTROLS, Certification, explanation, line
+from parity.certification import Certification, explanation, line
 from parity.judge.outcome import CLASSES
 from parity.judge.verdict import VERDICTS
 from parity.record.grade import graded
-from parity.record.line import Record, is_expected
+from parity.record.line import CONTROLS, Record, is_expected
 
 
 class Progress:
