@@ -43,7 +43,7 @@ def trained(bench: TrainBench, steps: int, graphed: bool) -> tuple[Tensor, Tenso
     for step in range(steps):
         optimizer.zero_grad(set_to_none=True)
         with mixed(bench.dtype, True):
-            loss = subject.loss(network, *bench.batch("AB"[step % 2]))
+            loss = subject.loss(network, *bench.args("AB"[step % 2]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 10.0)
         optimizer.step()

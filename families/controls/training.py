@@ -154,6 +154,7 @@ PROVED: Final = (
     _control("island_in_autocast", "Island", dtype="bfloat16"),
     _control("another_kernel_while_captured", "OtherKernel"),
     _control("noise_with_a_cure", "Noisy"),
+    _control("noise_that_comes_later", "NoisyLater"),
     _control("samples_a_grid", "SamplesAGrid"),
 )
 

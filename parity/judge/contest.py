@@ -128,7 +128,7 @@ def _arm(name: str, subject: Subject) -> tuple[Callable[..., Any], Callable[[], 
 
 # ---------------------------------------------------------------- training
 def _training(bench: TrainBench, subject: TrainSubject) -> Contest:
-    batch = bench.batch("A")
+    batch = bench.args("A")
     arm = train_arms.ARMS[bench.row.arm](subject)
     params = [p for p in subject.module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-5, fused=bench.engine.certifies)

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,14 @@ from parity.judge.outcome import NETWORK_ERRORS
 from parity.rows import probes
 from parity.rows.family import Family, Subject
 from parity.rows.row import Row
-from parity.runtime import tree
+from parity.rows.training import TrainSubject
+from parity.runtime import rng, tree
 from parity.runtime.engine import DEVICE, Engine
 from parity.runtime.errors import ParityError
 from parity.runtime.refusal import chain
 from parity.runtime.state import unlike
+
+S = TypeVar("S", Subject, TrainSubject)
 
 
 class BrokenRow(Exception):
@@ -52,35 +55,84 @@ def seed_everything(seed: int) -> None:
 
 
 @dataclass
-class Bench:
-    """Builds the subject of a row again and again, always alike. ``patch``: weights found by ``sensitize``, laid over every build."""
+class AnyBench(Generic[S]):
+    """Builds the subject of a row again and again, always alike, and draws its arguments: what both modes have in common.
+
+    A mode says what its subject is (``kind``), what it ``checked`` of a build before that goes to the device, and how its arguments are
+    ``_made`` where no case file draws them by hand.
+    """
 
     row: Row
-    family: Family
+    family: Any
     engine: Engine
     seed: int
-    patch: dict[str, Tensor] = field(default_factory=dict)
-    probes: list[dict[str, Any]] = field(default_factory=list)
-    _drawn: dict[tuple[str, str], Any] = field(default_factory=dict)
+    kind: ClassVar[Any]
+    _drawn: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict, init=False)
 
-    def build(self) -> Subject:
+    def build(self) -> S:
         """A fresh subject on the device, generators seeded. Raises BrokenRow."""
         with self.engine.quiet():
             seed_everything(self.seed)
-            with blamed(lambda: "build()"), self._place():
+            with blamed(lambda: "build()"), self.place():
                 subject: Any = self.family.build(self.row.settings)
-            if not isinstance(subject, Subject) or not isinstance(subject.module, nn.Module):
+            if not isinstance(subject, self.kind) or not isinstance(subject.module, nn.Module):
                 found = type(getattr(subject, "module", subject)).__name__
-                raise BrokenRow(f"build() returned a {found}, not a Subject around a torch.nn.Module")
-            if self.patch:
-                _lay_over(subject.module, self.patch)
-        made: Subject = subject.to(DEVICE)
+                raise BrokenRow(f"build() returned a {found}, not a {self.kind.__name__} around a torch.nn.Module")
+            self.checked(subject.module)
+        made: S = subject.to(DEVICE)
         seed_everything(self.seed)
         return made
 
-    def _place(self) -> contextlib.AbstractContextManager[Any]:
+    def place(self) -> contextlib.AbstractContextManager[Any]:
+        """Where builders put what they make."""
+        return contextlib.nullcontext()
+
+    def checked(self, module: nn.Module) -> None:
+        """Looks at a build on the host. Raises BrokenRow."""
+
+    def args(self, probe: str, variant: str = "") -> tuple[Any, ...]:
+        """Fresh copies of a probe's arguments on the device. Raises BrokenRow where they cannot be drawn."""
+        if (probe, variant) not in self._drawn:
+            before = rng.save()
+            self._drawn[probe, variant] = self._draw(probe, variant)
+            rng.restore(before)  # what is drawn late must not be seen in what runs
+        leaves, spec = tree.flatten(self._drawn[probe, variant])
+        moved = self.family.probes is None
+        copied: tuple[Any, ...] = tree.unflatten(
+            [(x.to(DEVICE) if moved else x.clone()) if isinstance(x, Tensor) else x for x in leaves], spec
+        )
+        return copied
+
+    def _draw(self, probe: str, variant: str) -> tuple[Any, ...]:
+        if self.family.probes is None:
+            return self._made(probe, variant)
+        with blamed(lambda: "probes(device)"):
+            drawn = self.family.probes(DEVICE)
+        if not (isinstance(drawn, tuple) and len(drawn) == 2 and all(isinstance(x, tuple) for x in drawn)):
+            raise BrokenRow("probes(device) must return two tuples of arguments: ((x,), (y,))")
+        found: tuple[Any, ...] = drawn[probes.PROBES.index(probe)]
+        return found
+
+    def _made(self, probe: str, variant: str) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+
+@dataclass
+class Bench(AnyBench[Subject]):
+    """Of an inference row. ``patch``: weights found by ``sensitize``, laid over every build."""
+
+    family: Family
+    patch: dict[str, Tensor] = field(default_factory=dict)
+    probes: list[dict[str, Any]] = field(default_factory=list)
+    kind = Subject
+
+    def place(self) -> contextlib.AbstractContextManager[Any]:
         """Large models draw their weights on the device where their builder says that it may run there."""
         return torch.device(DEVICE) if self.family.builds_on_device and self.engine.certifies else contextlib.nullcontext()
+
+    def checked(self, module: nn.Module) -> None:
+        if self.patch:
+            _lay_over(module, self.patch)
 
     def variant(self, name: str) -> tuple[int, int] | None:
         """(size, batch) of '' (the row's own), 'size' or 'batch' (the check ``interleave``); None where there is no such one."""
@@ -91,24 +143,7 @@ class Bench:
             return None if self.family.other_batch is None else (own.size, self.family.other_batch)
         return own.size, own.batch
 
-    def args(self, probe: str, variant: str = "") -> tuple[Any, ...]:
-        """Fresh copies of a probe's arguments on the device. Raises BrokenRow where they cannot be drawn."""
-        if (probe, variant) not in self._drawn:
-            self._drawn[probe, variant] = self._draw(probe, variant)
-        leaves, spec = tree.flatten(self._drawn[probe, variant])
-        moved = self.family.probes is None
-        copied: tuple[Any, ...] = tree.unflatten(
-            [(x.to(DEVICE) if moved else x.clone()) if isinstance(x, Tensor) else x for x in leaves], spec
-        )
-        return copied
-
-    def _draw(self, probe: str, variant: str) -> tuple[Any, ...]:
-        if self.family.probes is not None:
-            with blamed(lambda: "probes(device)"):
-                drawn = self.family.probes(DEVICE)
-            if not (isinstance(drawn, tuple) and len(drawn) == 2 and all(isinstance(x, tuple) for x in drawn)):
-                raise BrokenRow("probes(device) must return two tuples of arguments: ((x,), (y,))")
-            return drawn[probes.PROBES.index(probe)]
+    def _made(self, probe: str, variant: str) -> tuple[Any, ...]:
         shape = self.variant(variant)
         assert shape is not None
         with self.engine.quiet(), blamed(lambda: "inputs(size, batch)"):

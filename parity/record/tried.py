@@ -13,7 +13,7 @@ from parity.rows.training import Training
 
 def tried(outcome: Outcome, row: Row, family: Family | Training) -> list[dict[str, Any]]:
     """Every size and batch whose replay was compared. Of inference the row's own and, where ``interleave`` passed, the ones that it
-    visited, with the shapes that the family declares; of training the row's own, with those of the batch that the judge drew.
+    visited, with the shapes that the family declares; of training the row's own, with those that the network was given.
     """
     size, batch, dtype = row.settings.size, row.settings.batch, row.settings.dtype
     if isinstance(family, Training):

@@ -86,16 +86,16 @@ def test_batches_drawn_late_do_not_move_generators() -> None:
     torch.manual_seed(5)
     expected = torch.rand(2)
     torch.manual_seed(5)
-    first = bench.batch("A")
+    first = bench.args("A")
     assert torch.equal(torch.rand(2), expected)
-    assert torch.equal(bench.batch("A")[0], first[0])
-    assert bench.batch("A")[0] is not first[0]
+    assert torch.equal(bench.args("A")[0], first[0])
+    assert bench.args("A")[0] is not first[0]
 
 
 def test_the_odd_batch_is_one_short_or_two() -> None:
     bench = bench_of(Net)
-    assert [len(bench.batch("A", v)[0]) for v in ("", "odd")] == [6, 5]
-    assert len(bench_of(Net, batch=1).batch("A", "odd")[0]) == 2
+    assert [len(bench.args("A", v)[0]) for v in ("", "odd")] == [6, 5]
+    assert len(bench_of(Net, batch=1).args("A", "odd")[0]) == 2
     assert not bench.variant("size")
 
 

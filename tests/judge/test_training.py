@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from families.controls import training_natives as natives
-from families.controls.training_models import Drops, Net, OtherKernel
+from families.controls.training_models import WIDTH, Drops, Net, NoisyLater, OtherKernel, _noise
 from parity.judge import training
 from parity.judge.outcome import TRAINING_CHECKS
 from parity.judge.train.sides import ArmSide, EagerSide
@@ -272,6 +272,34 @@ def test_a_switch_in_the_middle_of_a_run() -> None:
     assert verdict(outcome_of(rows)).safe  # ours is told by invalidate()
     outcome = outcome_of(rows, "native")  # this manager is not
     assert failed(outcome) == ["trajectory"]
+
+
+def test_what_was_tried_is_what_the_network_was_given() -> None:
+    """A runtime sees the arguments of the network, and no target."""
+    outcome = outcome_of(of(Net))
+    assert [(p["probe"], p["shape"], p["dtype"]) for p in outcome.probes] == [
+        ("A", [6, WIDTH], "float32"),
+        ("B", [6, WIDTH], "float32"),
+    ]
+
+
+def test_noise_that_weights_bring_out_when_they_move_is_quieted_for_the_trajectory() -> None:
+    outcome = outcome_of(of(NoisyLater))
+    assert verdict(outcome).safe, outcome
+    assert outcome.training["proof"] == []
+    assert outcome.training["trajectory"]["conditions"] == ["deterministic-algorithms"]
+    assert any("eager walks another way each time" in note for note in outcome.notes)
+
+
+def test_noise_over_several_steps_that_nothing_quiets_is_unproven() -> None:
+    class Incurable(NoisyLater):
+        def factor(self) -> float:
+            capturing = torch.cuda.is_current_stream_capturing()
+            return 1.0 if capturing or torch.equal(self.head.weight, self.first) else _noise()
+
+    found = verdict(outcome_of(of(Incurable)))
+    assert (found.verdict, found.check) == ("unproven", "proof")
+    assert "over several steps eager differs from itself under deterministic-algorithms" in found.detail
 
 
 def test_other_sizes_take_part_where_there_are_some() -> None:

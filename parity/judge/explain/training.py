@@ -37,7 +37,7 @@ def look(bench: TrainBench) -> tuple[Tour, list[Reason], Proposal]:
     with bench.around():
         for _ in range(2):  # what is built lazily is built
             with blamed(lambda: "a training step"), mixed(bench.dtype, True):
-                loss = subject.loss(network, *bench.batch("A"))
+                loss = subject.loss(network, *bench.args("A"))
             loss.backward()
             subject.module.zero_grad(set_to_none=True)
             del loss
@@ -47,7 +47,7 @@ def look(bench: TrainBench) -> tuple[Tour, list[Reason], Proposal]:
         )
         subject.module.zero_grad(set_to_none=True)
         whole, other = (
-            tour(lambda *batch: _forward(bench, subject, batch), bench.batch(probe), subject.module, certifies=bench.engine.certifies)
+            tour(lambda *batch: _forward(bench, subject, batch), bench.args(probe), subject.module, certifies=bench.engine.certifies)
             for probe in "AB"
         )
     varying = _shapes(whole).items() ^ _shapes(other).items()

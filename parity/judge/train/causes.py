@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from parity.judge.bits import difference
+from parity.judge.bits import Difference, difference
 from parity.judge.diagnose import Finding, diagnose
+from parity.judge.outcome import Check
 from parity.judge.train.sides import Found, Run
 from parity.judge.train.step import TrainBench, mixed
 from parity.rows.family import Subject
@@ -91,7 +92,7 @@ class _Region:
             given.extend((args, kwargs))
             return self._subject.network(*args, **kwargs)
 
-        self._subject.loss(forward, *self._bench.batch(probe))
+        self._subject.loss(forward, *self._bench.args(probe))
         return tuple(given)
 
 
@@ -99,3 +100,9 @@ def traced_cause(bench: TrainBench) -> Finding:
     """What the network's forward itself shows: ``diagnose``, on the network in training mode."""
     with bench.around(), torch.no_grad(), mixed(bench.dtype, cache=True):
         return diagnose(cast("Bench", _Region(bench)))
+
+
+def failure(name: str, differences: list[Difference], cause: str, reason: str, where: str = "") -> Check:
+    """A check that failed, by what differs."""
+    figures = {"differences": len(differences), "first": [str(d) for d in differences[:5]]}
+    return Check(name, "failed", f"{differences[0]}; {reason}" if reason else str(differences[0]), cause, where, figures)

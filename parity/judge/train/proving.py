@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from parity.judge.counterfactual import draws
-from parity.judge.counterfactual.conditions import Condition, applicable, traits
+from parity.judge.counterfactual.conditions import CONDITIONS, Condition, applicable, traits
 from parity.judge.counterfactual.draws import FIXED
 from parity.judge.counterfactual.noise import NoisyOp
 from parity.judge.counterfactual.search import Proof, Search, Trial, search
@@ -53,14 +53,23 @@ class Proving:
         All runs start from one state of all generators. That the run which captures has to agree, too, is what ``rng-aligned`` lifts:
         it stands for generators that are put back after a capture.
         """
+        found = self._searched(self._candidates())
+        if found.proof is not None and found.proof.conditions and not self.holds(found.proof):
+            return Search(None, found.tried, found.cut)
+        return found
+
+    def _candidates(self) -> tuple[Condition, ...]:
         self.ops = self.eager.noisy_ops()
         remedies = {remedy for op in self.ops for remedy in op.remedies}
         random = bool(self.at_capture.found) and self.eager.draws()
         has = traits(autocast=self.bench.dtype != torch.float32, random=random, cuda=self.bench.engine.certifies, remedies=remedies)
-        found = self._searched(applicable(has))
-        if found.proof is not None and found.proof.conditions and not self.holds(found.proof):
-            return Search(None, found.tried, found.cut)
-        return found
+        return applicable(has)
+
+    def quietest(self, conditions: tuple[str, ...]) -> tuple[str, ...]:
+        """These conditions, and every setting beside them that takes noise from an op of this step; in the order of the table."""
+        settings = {c.name for c in self._candidates() if c.cause == "nondeterministic-kernel"}
+        known = tuple(c.name for c in CONDITIONS if c.name in settings | set(conditions))
+        return (*known, *(c for c in conditions if c not in known))
 
     def _searched(self, candidates: Sequence[Condition]) -> Search:
         """Where eager agrees with itself, what needs no new capture is tried first, alone: it costs a tenth of the rest."""
@@ -144,7 +153,7 @@ class Proving:
         self.side.state.restore()
         with self.bench.around():
             arm = self.side.ready()
-            mine = run_step(self.bench, self.side.subject, arm, self.bench.batch("B"), cache=arm.cache, twist=PLAIN)
+            mine = run_step(self.bench, self.side.subject, arm, self.bench.args("B"), cache=arm.cache, twist=PLAIN)
         return not mine.unlike(eager)
 
 

@@ -47,7 +47,7 @@ def settled(bench: TrainBench, subject: TrainSubject) -> State:
     """The state of a subject once its first step has filled what is built lazily; values and generators are those before it."""
     before = State(subject.module)
     with bench.around(), blamed(lambda: "the eager training step"):
-        run_step(bench, subject, subject.network, bench.batch("A"), cache=True, twist=PLAIN)
+        run_step(bench, subject, subject.network, bench.args("A"), cache=True, twist=PLAIN)
     before.restore(values_only=True)
     return State(subject.module)
 
@@ -111,7 +111,7 @@ class EagerSide:
         subject, state = self._ready()
         state.restore()
         with self.bench.around(), blamed(lambda: "the eager training step"):
-            return run_step(self.bench, subject, subject.network, self.bench.batch(probe), cache=True, twist=PLAIN)
+            return run_step(self.bench, subject, subject.network, self.bench.args(probe), cache=True, twist=PLAIN)
 
     def noisy_ops(self) -> list[NoisyOp]:
         """The ops of a step that may give other bits the next time. Instrumented: the step is compared with no other one. Its forward
@@ -122,7 +122,7 @@ class EagerSide:
 
             def forward() -> None:
                 with mixed(self.bench.dtype, cache=True):
-                    subject.loss(subject.network, *self.bench.batch("A"))
+                    subject.loss(subject.network, *self.bench.args("A"))
 
             with self.bench.around(), blamed(lambda: "the eager training step"):
                 self.remembered.ops = noisy_ops(forward, subject.network)
@@ -187,11 +187,7 @@ class ArmSide:
 
     def capture(self, settings: tuple[str, ...] = ()) -> TrainArm:
         """A new arm, captured under conditions that the caller has applied. Raises ArmFailed."""
-        self.settings = None
-        if self.arm is not None:
-            self.arm.release()
-            self.arm = None
-            self.watch.forget()  # whoever holds a graph holds its memory
+        self.release()
         self.state.restore()
         self.arm = arm = ARMS[self.name](self.subject)
         for _ in range(_ATTEMPTS):
@@ -209,6 +205,14 @@ class ArmSide:
         detail = f"{self.watch.captures} captures and {self.watch.replays} replays in {_ATTEMPTS} runs: the arm goes on eagerly"
         detail += f", since {why}" if (why := arm.why()) else ""
         raise ArmFailed(Check("capture", "failed", detail, "host-state", "", {**self.figures(), "not_graphed": True}))
+
+    def release(self) -> None:
+        """Drops the arm with its graphs."""
+        self.settings = None
+        if self.arm is not None:
+            self.arm.release()
+            self.arm = None
+            self.watch.forget()  # whoever holds a graph holds its memory
 
     def figures(self) -> dict[str, Any]:
         return {"captures": self.watch.captures, "replays": self.watch.replays, "executed_outside": []}

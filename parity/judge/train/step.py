@@ -8,7 +8,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from parity.judge.bits import Bundle, Difference, bundle
 from parity.judge.counterfactual.conditions import EagerTwist
-from parity.judge.subject import BrokenRow, apart, blamed, seed_everything, state
-from parity.rows.row import Row
+from parity.judge.subject import AnyBench, BrokenRow, apart, blamed, state
 from parity.rows.training import Training, TrainSubject
 from parity.runtime import rng, tree
-from parity.runtime.engine import DEVICE, Engine
+from parity.runtime.engine import DEVICE
 from parity.runtime.invalidation import generators
 
 SCALE = 1024.0
@@ -29,16 +28,12 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass
-class TrainBench:
-    """Builds the subject of a row again and again, always alike, and draws its batches. ``first``: parameters and buffers of the first
-    build, on the host, which all others have to be like."""
+class TrainBench(AnyBench[TrainSubject]):
+    """Of a training row. ``first``: parameters and buffers of the first build, on the host, which all others have to be like."""
 
-    row: Row
     family: Training
-    engine: Engine
-    seed: int
     first: dict[str, Tensor] | None = None
-    _drawn: dict[tuple[str, str], tuple[Any, ...]] = field(default_factory=dict)
+    kind = TrainSubject
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,24 +44,13 @@ class TrainBench:
     def scale(self) -> float:
         return SCALE if self.dtype == torch.float16 else 1.0
 
-    def build(self) -> TrainSubject:
-        """A fresh subject on the device, generators seeded. Raises BrokenRow, also where two builds are not alike."""
-        with self.engine.quiet():
-            seed_everything(self.seed)
-            with blamed(lambda: "build()"):
-                subject: Any = self.family.build(self.row.settings)
-            if not isinstance(subject, TrainSubject) or not isinstance(subject.module, nn.Module):
-                found = type(getattr(subject, "module", subject)).__name__
-                raise BrokenRow(f"build() returned a {found}, not a TrainSubject around a torch.nn.Module")
-            made = {name: tensor.detach().cpu() for name, tensor in state(subject.module).items()}
-            if self.first is None:
-                self.first = {name: tensor.clone() for name, tensor in made.items()}
-            elif (name := apart(made, self.first)) is not None:
-                raise BrokenRow(f"build() is not deterministic: two builds with seed {self.seed} differ in {name}; draw from torch's "
-                                "default generator, which is seeded before each build")  # fmt: skip
-        placed: TrainSubject = subject.to(DEVICE)
-        seed_everything(self.seed)
-        return placed
+    def checked(self, module: nn.Module) -> None:
+        made = {name: tensor.detach().cpu() for name, tensor in state(module).items()}
+        if self.first is None:
+            self.first = {name: tensor.clone() for name, tensor in made.items()}
+        elif (name := apart(made, self.first)) is not None:
+            raise BrokenRow(f"build() is not deterministic: two builds with seed {self.seed} differ in {name}; draw from torch's "
+                            "default generator, which is seeded before each build")  # fmt: skip
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -78,33 +62,14 @@ class TrainBench:
         """Whether there are batches of another size, or of another length ('odd')."""
         return self.family.probes is None and (name != "size" or self.family.other_size is not None)
 
-    def batch(self, probe: str, variant: str = "") -> tuple[Any, ...]:
-        """Fresh copies of one batch on the device. ``variant``: '' the row's own shape; 'size': the other size; 'odd': one sample
-        less, or more where there is but one. Raises BrokenRow where it cannot be drawn."""
-        if (probe, variant) not in self._drawn:
-            before = rng.save()
-            self._drawn[probe, variant] = self._draw(probe, variant)
-            rng.restore(before)  # a batch drawn late must not be seen in the step
-        leaves, spec = tree.flatten(self._drawn[probe, variant])
-        moved = self.family.probes is None
-        copied: tuple[Any, ...] = tree.unflatten(
-            [(x.to(DEVICE) if moved else x.clone()) if isinstance(x, Tensor) else x for x in leaves], spec
-        )
-        return copied
-
-    def _draw(self, probe: str, variant: str) -> tuple[Any, ...]:
-        if self.family.probes is not None:
-            with blamed(lambda: "probes(device)"):
-                drawn = self.family.probes(DEVICE)
-            if not (isinstance(drawn, tuple) and len(drawn) == 2 and all(isinstance(x, tuple) for x in drawn)):
-                raise BrokenRow("probes(device) must return two tuples of arguments: ((x,), (y,))")
-            return drawn["AB".index(probe)]
+    def _made(self, probe: str, variant: str) -> tuple[Any, ...]:
+        """One batch. ``variant``: '' the row's own shape; 'size': the other size; 'odd': one sample less, or more where there is but
+        one."""
         settings = self.row.settings
         if variant == "size":
-            settings = type(settings)(self.family.other_size or 0, settings.batch, settings.dtype, settings.boundary)
+            settings = replace(settings, size=self.family.other_size or 0)
         elif variant == "odd":
-            other = settings.batch - 1 if settings.batch > 1 else 2
-            settings = type(settings)(settings.size, other, settings.dtype, settings.boundary)
+            settings = replace(settings, batch=settings.batch - 1 if settings.batch > 1 else 2)
         with self.engine.quiet(), blamed(lambda: "draw(settings, probe, seed)"):
             made = self.family.draw(settings, probe, self.seed)
         if not isinstance(made, tuple):
@@ -146,13 +111,15 @@ class State:
 
 @dataclass(frozen=True)
 class Left:
-    """What one step left behind, copied. ``check``: the name of each part. A missing gradient is None, which is no tensor of zeros."""
+    """What one step left behind, copied. A missing gradient is None, which is no tensor of zeros. ``given``: shape and dtype of all
+    that the network was called with."""
 
     loss: Bundle
     outputs: Bundle
     buffers: Bundle
     gradients: Bundle
     rng: Bundle
+    given: tuple[dict[str, Any], ...] = ()
 
     def parts(self) -> Iterator[tuple[str, Bundle]]:
         for name in ("loss", "outputs", "buffers", "gradients", "rng"):
@@ -160,9 +127,9 @@ class Left:
 
     def interned(self, known: Left) -> Left:
         """The same, parts with the bits of a known one replaced by it."""
-        return Left(
-            *(theirs if mine.same(theirs) else mine for (_, mine), (_, theirs) in zip(self.parts(), known.parts(), strict=True))
-        )
+        pairs = zip(self.parts(), known.parts(), strict=True)
+        parts: dict[str, Any] = {name: theirs if mine.same(theirs) else mine for (name, mine), (_, theirs) in pairs}
+        return replace(self, **parts)
 
     def unlike(self, other: Left) -> dict[str, list[Difference]]:
         """Part to differences; parts without any are left out."""
@@ -171,12 +138,13 @@ class Left:
 
 
 class Forward:
-    """Stands in for the network within one loss: calls it once, and may ``keep`` a copy of what it returned."""
+    """Stands in for the network within one loss: calls it once, and may ``keep`` a copy of what it returned, and what it was given."""
 
     def __init__(self, bench: TrainBench, call: Callable[..., Any], relaid: bool, keep: bool = True) -> None:
         self.bench, self.call, self.relaid, self.keep = bench, call, relaid, keep
         self.calls = 0
         self.seen: Bundle | None = None
+        self.given: tuple[dict[str, Any], ...] = ()
         self.foreign: list[type] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,9 +152,14 @@ class Forward:
         result = self.call(*args, **kwargs)
         self.foreign = tree.opaque(tree.flatten(result)[0])
         if self.keep:
+            self.given = tuple(_described(x) for x in tree.flatten((args, kwargs))[0] if isinstance(x, Tensor))
             with self.bench.engine.quiet(), torch.no_grad():
                 self.seen = bundle([(f"output {path}", leaf) for path, leaf in tree.paths(result)])
         return as_static(result) if self.relaid else result
+
+
+def _described(tensor: Tensor) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 class _Static(torch.autograd.Function):
@@ -227,8 +200,7 @@ def run_step(
     if not twist.backward_inside_autocast:
         (loss * bench.scale).backward()
     torch.cuda.synchronize()
-    assert forward.seen is not None
-    return left(bench, subject.module, loss, forward.seen)
+    return left(bench, subject.module, loss, forward)
 
 
 def mixed(dtype: torch.dtype, cache: bool) -> contextlib.AbstractContextManager[Any]:
@@ -250,15 +222,17 @@ def check_loss(loss: Any, forward: Forward) -> None:
         raise BrokenRow("the loss has no gradient: it is detached, or depends on no trainable parameter")
 
 
-def left(bench: TrainBench, module: nn.Module, loss: Tensor, outputs: Bundle) -> Left:
+def left(bench: TrainBench, module: nn.Module, loss: Tensor, forward: Forward) -> Left:
     """Copies of what is there after a step, taken where no engine sees it."""
+    assert forward.seen is not None
     with bench.engine.quiet(), torch.no_grad():
         return Left(
             bundle([("loss", loss)]),
-            outputs,
+            forward.seen,
             bundle([(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]),
             bundle([(f"gradient {name}", p.grad) for name, p in module.named_parameters() if p.requires_grad]),
             bundle(streams(module)),
+            forward.given,
         )
 
 
@@ -291,5 +265,5 @@ def run_steps(bench: TrainBench, subject: TrainSubject, call: Callable[..., Any]
         if clear:
             for parameter in subject.module.parameters():
                 parameter.grad = None
-        found.append(run_step(bench, subject, call, bench.batch(probe), cache=cache, twist=twist))
+        found.append(run_step(bench, subject, call, bench.args(probe), cache=cache, twist=twist))
     return found

@@ -103,7 +103,7 @@ def travel(
             if subject.switch is not None:
                 subject.switch()
             changed()
-        batch = bench.batch(micro.probe, micro.variant if bench.variant(micro.variant) else "")
+        batch = bench.args(micro.probe, micro.variant if bench.variant(micro.variant) else "")
         here = twist if not replayed or replayed[number] else EagerTwist()
         before = replays()
         loss = _loss(bench, subject, Forward(bench, call, here.incoming_layout, keep=False), batch, cache, here, optimizers.scaler)

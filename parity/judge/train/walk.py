@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from parity.judge.bits import Difference
@@ -16,11 +15,10 @@ from parity.judge.counterfactual import draws
 from parity.judge.counterfactual.search import Proof, Search, class_of
 from parity.judge.outcome import TRAINING_CHECKS, Check, Outcome
 from parity.judge.subject import BrokenRow
-from parity.judge.train.causes import cause_of, traced_cause
+from parity.judge.train.causes import cause_of, failure, traced_cause
+from parity.judge.train.journey import Journey
 from parity.judge.train.proving import ARM_RUNS, QUORUM, Proving
 from parity.judge.train.sides import (
-    ALIGNED,
-    PLAIN,
     ArmFailed,
     ArmSide,
     Comparison,
@@ -29,13 +27,9 @@ from parity.judge.train.sides import (
     Run,
     Vacuous,
     compared,
-    settings_of,
 )
 from parity.judge.train.sort import LEVEL, joint_p_value
 from parity.judge.train.step import TrainBench, probes
-from parity.judge.train.trajectory import SCRIPT, travel
-from parity.runtime import tree
-from parity.runtime.refusal import explain
 
 
 class TrainWalk:
@@ -55,6 +49,7 @@ class TrainWalk:
                                      "mechanism": bench.family.mechanism}  # fmt: skip
         self.notes: list[str] = []
         self.side: ArmSide | None = None
+        self.proving: Proving | None = None
         self.leaves: tuple[str, ...] = ()
         self.proof: tuple[str, ...] = ()
 
@@ -73,6 +68,7 @@ class TrainWalk:
                     self._trajectory()
         except ArmFailed as failed:
             self.checks[failed.check.name] = failed.check
+            self.told["class"] = ""
 
     # ------------------------------------------------------------ eager
     def _quorum(self) -> list[Run]:
@@ -118,7 +114,9 @@ class TrainWalk:
                 side.capture()
                 self.checks["capture"] = Check("capture", "passed", figures=side.figures())
                 arm = side.runs(ARM_RUNS)
-            proving = Proving(self.bench, self.eager, side, compared(runs, arm, measured=True), compared(runs, [side.at_capture]))
+            self.proving = proving = Proving(
+                self.bench, self.eager, side, compared(runs, arm, measured=True), compared(runs, [side.at_capture])
+            )
             self._tell(proving.comparison)
             if proving.comparison.exact and proving.at_capture.exact:
                 self._pass_step()
@@ -199,7 +197,7 @@ class TrainWalk:
                 failed.setdefault(name, []).append(tensor.apart)
         assert failed, "a step that is wrong has something wrong"
         for name, differences in failed.items():
-            self.checks[name] = _failure(name, differences, cause, reason, where)
+            self.checks[name] = failure(name, differences, cause, reason, where)
 
     def _tell(self, comparison: Comparison) -> None:
         differences = [d for part, d in comparison.differences if part != "rng"]
@@ -216,43 +214,17 @@ class TrainWalk:
     # ------------------------------------------------------------ several steps
     def _trajectory(self) -> None:
         assert self.side is not None
-        side = self.side
+        assert self.proving is not None
+        journey = Journey(self.bench, self.eager, self.side, self.proving)
         try:
-            with side.watch.entered(), self.bench.around(), draws.applied(settings_of(self.proof)):
-                arm = side.ready()
-                more: dict[str, Any] = {"cache": arm.cache, "changed": arm.invalidate, "replays": lambda: side.watch.replays}
-                end = travel(self.bench, side.subject, arm, twist=PLAIN, **more)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # eager walks the same way without one: see below
+            check = journey.walk(self.proof)
+        finally:
+            self.side = journey.side
+            self.told["trajectory"] = journey.figures
+            self.notes += journey.notes
+        self.checks[check.name] = check
+        if check.status == "failed":
             self.told["class"] = ""
-            self.eager.travelled(set(self.proof) - {ALIGNED}, (), 1)
-            why = explain(error, None)
-            self.checks["trajectory"] = Check("trajectory", "failed", f"a step raised {why.message}", why.cause, why.where)
-            return
-        lasting = set(self.proof) - {ALIGNED}
-        expected = self.eager.travelled(lasting, end.replayed, 1)[0]
-        differences = end.unlike(expected)
-        if draws.FIXED in lasting:
-            differences = [d for d in differences if not d.path.startswith("generator")]
-        self.told["trajectory"] = {
-            "steps": sum(m.update or self.bench.family.accumulate == 1 for m in SCRIPT),
-            "forwards": len(SCRIPT),
-            "replayed": sum(end.replayed),
-            "differing": len(differences),
-            "finite": end.finite,
-        }
-        if not differences:
-            self.checks["trajectory"] = Check("trajectory", "passed", figures=self.told["trajectory"])
-            return
-        self.told["class"] = ""
-        if noise := self.eager.travelled(lasting, end.replayed, 2)[1].unlike(expected):
-            detail = f"over several steps eager differs from itself under these conditions: {noise[0]}"
-            self.checks["proof"] = Check("proof", "failed", detail, "nondeterministic-kernel")
-            return
-        gone = self.bench.engine.stale(side.watch.graphs)
-        cause, reason = ("stale-address", f"read after it had died: {gone[0]}") if gone else ("stale-constant", "one step is right")
-        self.checks["trajectory"] = _failure("trajectory", differences, cause, reason)
 
     def outcome(self) -> Outcome:
         failed = next((name for name in TRAINING_CHECKS if self.checks.get(name, _NONE).status == "failed"), "")
@@ -272,18 +244,11 @@ class TrainWalk:
         )
 
     def _drawn(self) -> tuple[dict[str, Any], ...]:
-        """What both batches consist of, as certificates name what was tried."""
+        """What the network was given of both batches: a certificate is held to that, a runtime sees no more."""
+        first = next(iter(self.eager.remembered.runs.get((), [])), [])
         return tuple(
-            {"probe": probe, "seed": self.bench.seed, "shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
-            for probe in "AB"
-            for x in tree.flatten(self.bench.batch(probe))[0]
-            if isinstance(x, Tensor)
+            {"probe": p, "seed": self.bench.seed, **given} for p, step in zip("AB", first, strict=False) for given in step.given
         )
 
 
 _NONE = Check("", "skipped")
-
-
-def _failure(name: str, differences: list[Difference], cause: str, reason: str, where: str = "") -> Check:
-    figures = {"differences": len(differences), "first": [str(d) for d in differences[:5]]}
-    return Check(name, "failed", f"{differences[0]}; {reason}" if reason else str(differences[0]), cause, where, figures)

@@ -1,0 +1,90 @@
+"""The last check of a training row: an arm and eager walk the same several steps, and have to end with the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from parity.judge.bits import Difference
+from parity.judge.counterfactual import draws
+from parity.judge.outcome import Check
+from parity.judge.train.causes import failure
+from parity.judge.train.proving import Proving
+from parity.judge.train.sides import ALIGNED, PLAIN, ArmFailed, ArmSide, EagerSide, settings_of
+from parity.judge.train.step import TrainBench
+from parity.judge.train.trajectory import SCRIPT, Travelled, travel
+from parity.runtime.refusal import explain
+
+
+@dataclass
+class Journey:
+    """``side``: the arm that walks, another one where it had to be captured anew. ``figures``: of the walk that counts."""
+
+    bench: TrainBench
+    eager: EagerSide
+    side: ArmSide
+    proving: Proving
+    figures: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def walk(self, proof: tuple[str, ...]) -> Check:
+        """The check ``trajectory``, or ``proof`` where eager cannot be walked twice alike. Raises ArmFailed where the arm raises.
+
+        Under the proof's conditions. Where weights that move bring out noise that one step did not have, so that eager walks another
+        way each time, once more under all conditions that quiet an op of this step.
+        """
+        conditions = proof
+        end, differences, noise = self._travelled(conditions)
+        if noise and (wider := self.proving.quietest(conditions)) != conditions:
+            self.notes.append(f"under {', '.join(conditions) or 'no condition'} eager walks another way each time: {noise[0]}")
+            conditions = wider
+            self._capture_anew(conditions)
+            end, differences, noise = self._travelled(conditions)
+        self.figures = {
+            "steps": sum(m.update or self.bench.family.accumulate == 1 for m in SCRIPT),
+            "forwards": len(SCRIPT),
+            "replayed": sum(end.replayed),
+            "differing": len(differences),
+            "finite": end.finite,
+            "conditions": list(conditions),
+        }
+        if not differences:
+            return Check("trajectory", "passed", figures=self.figures)
+        if noise:
+            detail = f"over several steps eager differs from itself under {', '.join(conditions) or 'no condition'}: {noise[0]}"
+            return Check("proof", "failed", detail, "nondeterministic-kernel")
+        gone = self.bench.engine.stale(self.side.watch.graphs)
+        cause, reason = ("stale-address", f"read after it had died: {gone[0]}") if gone else ("stale-constant", "one step is right")
+        return failure("trajectory", differences, cause, reason)
+
+    def _capture_anew(self, conditions: tuple[str, ...]) -> None:
+        """Another subject and another arm: what walked is no longer what it was built as."""
+        self.side.release()
+        self.side = ArmSide(self.bench, self.bench.row.arm)
+        settings = settings_of(conditions)
+        with self.side.watch.entered(), self.bench.around(), draws.applied(settings):
+            self.side.capture(settings)
+
+    def _travelled(self, conditions: tuple[str, ...]) -> tuple[Travelled, list[Difference], list[Difference]]:
+        """Where the arm ended under ``conditions``; what eager has otherwise there; what eager has otherwise the next time, looked at
+        only where the arm differs."""
+        side, lasting = self.side, set(conditions) - {ALIGNED}
+        try:
+            with side.watch.entered(), self.bench.around(), draws.applied(settings_of(conditions)):
+                arm = side.ready()
+                more: dict[str, Any] = {"cache": arm.cache, "changed": arm.invalidate, "replays": lambda: side.watch.replays}
+                end = travel(self.bench, side.subject, arm, twist=PLAIN, **more)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # eager walks the same way without one: see below
+            self.eager.travelled(lasting, (), 1)
+            why = explain(error, None)
+            raise ArmFailed(Check("trajectory", "failed", f"a step raised {why.message}", why.cause, why.where)) from None
+        expected = self.eager.travelled(lasting, end.replayed, 1)[0]
+        differences = end.unlike(expected)
+        if draws.FIXED in lasting:
+            differences = [d for d in differences if not d.path.startswith("generator")]
+        noise = self.eager.travelled(lasting, end.replayed, 2)[1].unlike(expected) if differences else []
+        return end, differences, noise
