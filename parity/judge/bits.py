@@ -1,13 +1,12 @@
 """Comparing raw bits. There is no tolerance anywhere: -0.0 is not 0.0, and equal NaN payloads are equal.
 
-Three steps, as three functions: ``compare`` pairs up two flat lists of leaves and returns every difference, ``difference`` looks at
-one pair, ``str(Difference)`` words it. A ``Bundle`` holds many leaves as one tensor of bytes, so that the usual case, no difference,
+Three steps, as three functions: ``compare`` pairs up two flat lists of leaves and returns every difference, ``differences`` looks at
+pairs, ``str(Difference)`` words one. A ``Bundle`` holds many leaves as one tensor of bytes, so that the usual case, no difference,
 costs one operation and one synchronisation however many leaves there are.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -73,17 +72,56 @@ def ordered(tensor: Tensor) -> Tensor:
     return torch.where(bits < 0, smallest - bits - 1, bits)
 
 
-def _furthest(actual: Tensor, expected: Tensor) -> tuple[int, int]:
-    """Flat index and ULP distance of the worst element. Distances of float64 need 64 bits without a sign: the subtraction wraps around
-    to them, and flipping the sign bit puts them in order."""
+def _measured(actual: Tensor, expected: Tensor) -> Tensor:
+    """Of two tensors of one form: how many elements differ, flat indices of the first and of the worst, and the ``ordered`` bits that
+    both have there. Nothing waits for the device. Distances of float64 need 64 bits without a sign: the subtraction wraps around to
+    them, and flipping the sign bit puts them in order."""
+    a, b = raw(actual), raw(expected)
+    unequal = a != b
+    first = unequal.to(torch.uint8).argmax()
+    if not actual.is_floating_point():
+        return torch.stack([unequal.sum(), first, first, first, first])
     a, b = ordered(actual), ordered(expected)
-    gap = (torch.maximum(a, b) - torch.minimum(a, b)) ^ torch.iinfo(torch.int64).min
-    worst = int(gap.argmax())
-    return worst, abs(int(a[worst]) - int(b[worst]))
+    worst = ((torch.maximum(a, b) - torch.minimum(a, b)) ^ torch.iinfo(torch.int64).min).argmax()
+    return torch.stack([unequal.sum(), first, worst, a.take(worst), b.take(worst)])
+
+
+def gathered(tensors: Sequence[Tensor]) -> list[Any]:
+    """The values of tensors of one shape, as nested lists, at one synchronisation per device."""
+    found: list[Any] = [None] * len(tensors)
+    for device in {t.device for t in tensors}:
+        here = [i for i, t in enumerate(tensors) if t.device == device]
+        for i, values in zip(here, torch.stack([tensors[i] for i in here]).tolist(), strict=True):
+            found[i] = values
+    return found
+
+
+def differences(pairs: Sequence[tuple[str, object, object]]) -> list[Difference | None]:
+    """What differs in each of (path, actual, expected), or None, at one synchronisation per device. Tensors by bits, everything else by
+    type and ``==`` (NaN is NaN, -0.0 is not 0.0)."""
+    found = [_formed_apart(path, actual, expected) for path, actual, expected in pairs]
+    alike = [
+        (i, actual, expected)
+        for i, (_, actual, expected) in enumerate(pairs)
+        if found[i] is None and isinstance(actual, Tensor) and isinstance(expected, Tensor) and actual.numel()
+    ]
+    told = gathered([_measured(actual, expected) for _, actual, expected in alike])
+    for (i, tensor, _), (count, first, worst, mine, theirs) in zip(alike, told, strict=True):
+        if count:
+            ulp = abs(mine - theirs) if tensor.is_floating_point() else -1
+            found[i] = Difference(pairs[i][0], "values", count, raw(tensor).numel(), first, worst, ulp)
+    return found
 
 
 def difference(path: str, actual: object, expected: object) -> Difference | None:
-    """What differs between two leaves, or None. Tensors by bits, everything else by type and ``==`` (NaN is NaN, -0.0 is not 0.0)."""
+    """What differs between two leaves, or None."""
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor) and same(actual, expected):
+        return None
+    return differences([(path, actual, expected)])[0]
+
+
+def _formed_apart(path: str, actual: object, expected: object) -> Difference | None:
+    """What differs but the values of tensors."""
     if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)):
         if _same_object(actual, expected):
             return None
@@ -93,14 +131,7 @@ def difference(path: str, actual: object, expected: object) -> Difference | None
         return Difference(path, "dtype", detail=f"{actual.dtype}, expected {expected.dtype}")
     if actual.shape != expected.shape:
         return Difference(path, "shape", detail=f"{tuple(actual.shape)}, expected {tuple(expected.shape)}")
-    a, b = raw(actual), raw(expected)
-    if torch.equal(a, b):
-        return None
-    unequal = (a != b).nonzero().reshape(-1)
-    worst, ulp = int(unequal[0]), -1
-    if actual.is_floating_point():
-        worst, ulp = _furthest(actual, expected)
-    return Difference(path, "values", int(unequal.numel()), a.numel(), int(unequal[0]), worst, ulp)
+    return None
 
 
 def _same_object(actual: object, expected: object) -> bool:
@@ -178,10 +209,6 @@ class Bundle:
                 found[i] = flag
         return found
 
-    def on_host(self) -> Bundle:
-        """The same leaves in host memory."""
-        return dataclasses.replace(self, data=tuple(d.cpu() for d in self.data))
-
     def unlike(self, expected: Bundle) -> list[Difference]:
         """Every difference from ``expected``; no leaf is looked at alone whose bytes are alike."""
         if self.same(expected):
@@ -189,7 +216,7 @@ class Bundle:
         if not self.formed_alike(expected):
             return compare(self.leaves(), expected.leaves())
         unequal = [i for i, differs in enumerate(self.apart(expected)) if differs]
-        found = (difference(self.paths[i], self.leaf(i), expected.leaf(i)) for i in unequal)
+        found = differences([(self.paths[i], self.leaf(i), expected.leaf(i)) for i in unequal])
         return [d for d in found if d is not None]
 
 

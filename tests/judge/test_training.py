@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from families.controls import training_natives as natives
-from families.controls.training_models import WIDTH, Drops, Net, NoisyLater, OtherKernel, _noise
+from families.controls.training_models import WIDTH, Drops, Net, NoisyLater, OtherKernel, SharedHead, _noise, _Planted
 from parity.judge import training
 from parity.judge.outcome import TRAINING_CHECKS
 from parity.judge.train.sides import ArmSide, EagerSide
@@ -289,6 +289,34 @@ def test_noise_that_weights_bring_out_when_they_move_is_quieted_for_the_trajecto
     assert outcome.training["proof"] == []
     assert outcome.training["trajectory"]["conditions"] == ["deterministic-algorithms"]
     assert any("eager walks another way each time" in note for note in outcome.notes)
+
+
+def test_noise_and_a_casts_cache_are_proved_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings that quiet eager are found on eager alone: the arm is captured once without any, and once under what is found."""
+
+    calls = itertools.count()
+
+    def noise() -> float:  # enough for bfloat16 to see
+        return 1.0 if torch.are_deterministic_algorithms_enabled() else 1.0 + 2.0**-4 * (next(calls) % 3)
+
+    class Both(SharedHead):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            first, *rest = super().forward(x)
+            return _Planted.apply(first, noise), *rest
+
+    def all_near(forward: Callable[..., Any], x: Tensor, y: Tensor) -> Any:
+        return sum((i + 1) * (out.float() - y).square().mean() for i, out in enumerate(forward(x)))
+
+    captured: list[tuple[str, ...]] = []
+    capture = ArmSide.capture
+    monkeypatch.setattr(ArmSide, "capture", lambda side, settings=(): (captured.append(settings), capture(side, settings))[1])
+    outcome = outcome_of(of(Both, all_near, dtypes=("bfloat16",)), "bare")
+    assert verdict(outcome).safe, outcome
+    told = outcome.training
+    assert told["class"] == "eager_noise"
+    assert told["proof"] == ["autocast-cache-off", "deterministic-algorithms"]
+    assert captured == [(), ("deterministic-algorithms",)]
+    assert all(trial["differing"] for trial in told["tried"][:-1])
 
 
 def test_noise_over_several_steps_that_nothing_quiets_is_unproven() -> None:

@@ -76,15 +76,17 @@ def _ordered(conditions: Iterable[Condition]) -> list[Condition]:
     return sorted(conditions, key=lambda c: (c.cost, c.name))
 
 
-def _candidates(conditions: Sequence[Condition]) -> Iterator[list[Condition]]:
-    """The sets to try, cheapest first: none; each twist of the eager arm alone; the settings, one more each time; all settings with
-    every combination of twists, the smallest first; each remaining condition alone."""
+def _candidates(conditions: Sequence[Condition], whole: bool) -> Iterator[list[Condition]]:
+    """The sets to try, cheapest first: none; each twist of the eager arm alone; the settings, one more each time, but all of them first
+    if ``whole``; all settings with every combination of twists, the smallest first; each remaining condition alone."""
     everything = _ordered(conditions)
     twists = [c for c in everything if c.kind == "eager"]
     settings = [c for c in everything if c.kind != "eager"]
     yield []
     for one in twists:
         yield [one]
+    if whole:
+        yield settings
     for n in range(len(settings)):
         yield settings[: n + 1]
     for size in range(1, len(twists) + 1):
@@ -100,10 +102,12 @@ def search(
     *,
     budget: int,
     stop: Callable[[], bool] = lambda: False,
+    whole: bool = False,
 ) -> Search:
     """``agree(names)`` compares the arms under conditions: the number of tensors that differ, or only whether they agree.
 
-    ``budget``: calls of ``agree`` at most; ``stop``: asked before each further call, for a budget of time. The set found agrees; where
+    ``budget``: calls of ``agree`` at most; ``stop``: asked before each further call, for a budget of time; ``whole``: try all settings
+    at once before fewer, which is faster where an answer costs the same whether they agree or not. The set found agrees; where
     nothing cut the search, none of its conditions can be left out. Deterministic. Raises ValueError for a budget below one, since even
     ``exact`` takes a comparison, and for a negative count.
     """
@@ -113,7 +117,7 @@ def search(
     found: list[Condition] | None = None
     minimal = False
     try:
-        found = next((_ordered(some) for some in _candidates(conditions) if ask(some)), None)
+        found = next((_ordered(some) for some in _candidates(conditions, whole) if ask(some)), None)
         step = len(found or ()) // 2  # halves first: of many settings few are needed
         while found and step:
             before = len(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,7 @@ class Proving:
     ops: list[NoisyOp] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _arm_runs: dict[tuple[str, ...], tuple[Run, list[Run]]] = field(default_factory=dict)
+    _stop: Callable[[], bool] = lambda: False
 
     def beyond(self) -> list[Found]:
         """Differences that no condition can take away: missing tensors, other shapes, another count of steps, and generators that a
@@ -67,23 +68,38 @@ class Proving:
 
     def quietest(self, conditions: tuple[str, ...]) -> tuple[str, ...]:
         """These conditions, and every setting beside them that takes noise from an op of this step; in the order of the table."""
-        settings = {c.name for c in self._candidates() if c.cause == "nondeterministic-kernel"}
-        known = tuple(c.name for c in CONDITIONS if c.name in settings | set(conditions))
-        return (*known, *(c for c in conditions if c not in known))
+        settings = (c.name for c in self._candidates() if c.cause == "nondeterministic-kernel")
+        return (*_in_order((*settings, *conditions)), *(c for c in conditions if c == FIXED))
 
     def _searched(self, candidates: Sequence[Condition]) -> Search:
-        """Where eager agrees with itself, what needs no new capture is tried first, alone: it costs a tenth of the rest."""
+        """What is cheap comes first. Where eager agrees with itself, that is what needs no new capture. Where it does not, it is eager
+        alone: settings that quiet it are found without a capture, and the arm is compared under them."""
         began = time.monotonic()
-        stop = lambda: time.monotonic() - began > PATIENCE  # noqa: E731
-        cheap = [c for c in candidates if not settings_of([c.name])]
-        tried: tuple[Trial, ...] = ()
-        if cheap and not any(tensor.noisy for _, _, tensor in self.comparison.found):
-            first = search(self._differing, cheap, budget=BUDGET, stop=stop)
-            if first.proof is not None or first.cut:
-                return first
-            tried = first.tried
-        found = search(self._differing, candidates, budget=BUDGET, stop=stop)
-        return Search(found.proof, tuple(dict.fromkeys((*tried, *found.tried))), found.cut)
+        self._stop = lambda: time.monotonic() - began > PATIENCE
+        settings = [c for c in candidates if settings_of([c.name])]
+        others = [c for c in candidates if c not in settings]
+        first = self._quieted(settings, others) if self._noise(frozenset()) else self._search(self._differing, others)
+        if first.proof is not None or first.cut:
+            return first
+        found = self._search(self._differing, candidates)
+        return Search(found.proof, tuple(dict.fromkeys((*first.tried, *found.tried))), found.cut)
+
+    def _quieted(self, settings: Sequence[Condition], others: Sequence[Condition]) -> Search:
+        quiet = self._search(self._noise, settings, whole=True)
+        noisy = tuple(t for t in quiet.tried if t.differing)  # where eager agrees with itself nothing was said of the arm
+        if quiet.proof is None:
+            return Search(None, noisy, quiet.cut)
+        base = quiet.proof
+        found = self._search(lambda names: self._differing(names | frozenset(base.conditions)), others)
+        tried = tuple(Trial(_in_order((*base.conditions, *t.conditions)), t.differing) for t in found.tried)
+        if found.proof is None:
+            return Search(None, (*noisy, *tried), found.cut)
+        causes = tuple(dict.fromkeys((*base.causes, *found.proof.causes)))
+        minimal = base.minimal and found.proof.minimal and not found.proof.conditions  # without twists each setting was left out once
+        return Search(Proof(_in_order((*base.conditions, *found.proof.conditions)), causes, minimal), (*noisy, *tried), False)
+
+    def _search(self, agree: Callable[[frozenset[str]], bool | int], conditions: Sequence[Condition], *, whole: bool = False) -> Search:
+        return search(agree, conditions, budget=BUDGET, stop=self._stop, whole=whole)
 
     def own_stream(self) -> bool:
         """Whether the arm draws random numbers from a stream that no generator of eager's decides, and differs in nothing else. Such an
@@ -109,16 +125,24 @@ class Proving:
             found = compared(self.eager.runs(names - {ALIGNED}, 1), self._arm_under(settings)[1]).found
             if found:
                 return len(found)
-        for count in (2, QUORUM):  # most noise shows in two runs already
-            eager = self.eager.runs(names - {ALIGNED}, count)
-            if noise := compared(eager, []).found:
-                return len(noise)
+        if noise := self._noise(names - {ALIGNED}):
+            return noise
+        eager = self.eager.runs(names - {ALIGNED}, QUORUM)
         try:
             at_capture, runs = self._arm_under(settings)
         except ArmFailed as failed:
             self.notes.append(f"under {', '.join(settings)} the arm fails: {failed}")
             return False
         return _count(compared(eager, runs).found, [] if aligned else compared(eager, [at_capture]).found)
+
+    def _noise(self, names: frozenset[str]) -> int:
+        """How many tensors eager does not have alike in all its runs."""
+        if not names:
+            return sum(tensor.noisy for _, _, tensor in self.comparison.found)
+        for count in (2, QUORUM):  # most noise shows in two runs already
+            if noise := compared(self.eager.runs(names, count), []).found:
+                return len(noise)
+        return 0
 
     def _arm_under(self, settings: tuple[str, ...]) -> tuple[Run, list[Run]]:
         if settings not in self._arm_runs:
@@ -155,6 +179,11 @@ class Proving:
             arm = self.side.ready()
             mine = run_step(self.bench, self.side.subject, arm, self.bench.args("B"), cache=arm.cache, twist=PLAIN)
         return not mine.unlike(eager)
+
+
+def _in_order(names: Sequence[str]) -> tuple[str, ...]:
+    """As the table has them."""
+    return tuple(c.name for c in CONDITIONS if c.name in names)
 
 
 def _count(*found: list[Found]) -> int:

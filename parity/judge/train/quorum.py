@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.judge.bits import Bundle, Difference, compare, difference, same
+from parity.judge.bits import Bundle, Difference, compare, difference, gathered, same
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,20 @@ def distances(values: Sequence[Any]) -> tuple[tuple[float, ...], ...]:
     shapes = {(x.dtype, x.shape) if isinstance(x, Tensor) else None for x in values}
     if len(shapes) > 1 or None in shapes:
         return tuple(tuple(0.0 if _alike(a, b) else math.inf for b in values) for a in values)
+    return tuple(map(tuple, _distances(values).tolist()))
+
+
+def _distances(values: Sequence[Tensor]) -> Tensor:
+    """The same of tensors of one dtype and shape, where they are: nothing waits for the device."""
     wide = torch.complex128 if values[0].is_complex() else torch.float64
     rows = torch.stack([x.detach().reshape(-1).to(wide) for x in values])
     if wide == torch.complex128:
         rows = torch.view_as_real(rows).flatten(1)
     odd = ~rows.isfinite()
     rows = rows.masked_fill(odd, 0.0)
-    largest = float(rows.norm(dim=1).max()) or 1.0
-    found = [[0.0] * len(values) for _ in values]
-    for i in range(len(values)):
-        for j in range(i):
-            gap = float((rows[i] - rows[j]).norm()) / largest + float((odd[i] != odd[j]).sum())
-            found[i][j] = found[j][i] = gap
-    return tuple(map(tuple, found))
+    largest = rows.norm(dim=1).amax()
+    largest = torch.where(largest > 0, largest, 1.0)
+    return torch.stack([(rows - row).norm(dim=1) / largest + (odd != bad).sum(1) for row, bad in zip(rows, odd, strict=True)])
 
 
 def varying(eager: Sequence[Bundle], arm: Sequence[Bundle], *, measured: bool = True) -> list[Varying]:
@@ -89,23 +90,8 @@ def varying(eager: Sequence[Bundle], arm: Sequence[Bundle], *, measured: bool = 
     every = [*eager, *arm]
     if all(run.same(every[0]) for run in every[1:]):
         return []
-    if measured:
-        known = {id(run): run.on_host() for run in every}
-        every = [known[id(run)] for run in every]
     if all(run.formed_alike(every[0]) for run in every[1:]):
-        patterns = _patterns(every)
-        return [
-            _varying(
-                path,
-                [functools.partial(run.leaf, i) for run in every],
-                numbers,
-                len(eager),
-                every[0].kinds[i] if every[0].homes[i] >= 0 else None,
-                measured,
-            )
-            for i, (path, numbers) in enumerate(zip(every[0].paths, patterns, strict=True))
-            if len(set(numbers)) > 1
-        ]
+        return _varying_alike(every, len(eager), measured)
     told = [{path: functools.partial(run.leaf, i) for i, path in enumerate(run.paths)} for run in every]
     found = []
     for path in dict.fromkeys(path for leaves in told for path in leaves):
@@ -114,8 +100,23 @@ def varying(eager: Sequence[Bundle], arm: Sequence[Bundle], *, measured: bool = 
         numbers = numbered(values)
         if len(set(numbers)) > 1:
             kinds = {(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in values}
-            found.append(_varying(path, looks, numbers, len(eager), kinds.pop() if len(kinds) == 1 else None, measured))
+            gaps = distances(values) if measured else ()
+            found.append(_varying(path, looks, numbers, len(eager), kinds.pop() if len(kinds) == 1 else None, gaps))
     return found
+
+
+def _varying_alike(every: Sequence[Bundle], eager: int, measured: bool) -> list[Varying]:
+    """Of runs that are formed alike, the first ``eager`` of which are eager's."""
+    first = every[0]
+    numbers = _patterns(every)
+    leaves = [i for i, seen in enumerate(numbers) if len(set(seen)) > 1]
+    gaps = gathered([_distances([run.leaf(i) for run in every]) for i in leaves]) if measured else [()] * len(leaves)
+    return [
+        _varying(
+            first.paths[i], [functools.partial(run.leaf, i) for run in every], numbers[i], eager, first.kinds[i], tuple(map(tuple, gap))
+        )
+        for i, gap in zip(leaves, gaps, strict=True)
+    ]
 
 
 def _patterns(runs: Sequence[Bundle]) -> list[tuple[int, ...]]:
@@ -150,12 +151,11 @@ def _varying(
     numbers: tuple[int, ...],
     count: int,
     kind: tuple[torch.dtype, tuple[int, ...]] | None,
-    measured: bool,
+    gaps: tuple[tuple[float, ...], ...],
 ) -> Varying:
     """``kind``: dtype and shape in all runs; None where there is no such thing."""
     other = next((look for look, n in zip(looks[count:], numbers[count:], strict=True) if n != numbers[0]), None)
     whole = kind is not None and not (kind[0].is_floating_point or kind[0].is_complex)
-    gaps = distances([look() for look in looks]) if measured else ()
     pair = None if other is None else functools.partial(_pair, other, looks[0])
     return Varying(path, numbers[:count], numbers[count:], gaps, kind is not None, whole, pair)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parity.judge import census
-from parity.judge.bits import Difference
+from parity.judge.bits import Difference, differences
 from parity.judge.counterfactual import draws
 from parity.judge.counterfactual.conditions import CONDITIONS, EagerTwist
 from parity.judge.counterfactual.draws import FIXED
@@ -278,7 +278,9 @@ class Comparison:
     @property
     def differences(self) -> list[tuple[str, Difference]]:
         """(part, difference) of what the arm does not have as eager's first run has it."""
-        return [(part, tensor.apart) for _, part, tensor in self.found if tensor.apart is not None]
+        told = [(part, tensor.path, *tensor.look()) for _, part, tensor in self.found if tensor.look is not None]
+        found = differences([pair for _, *pair in told])  # type: ignore[misc]
+        return [(part, apart) for (part, *_), apart in zip(told, found, strict=True) if apart is not None]
 
 
 def compared(eager: Sequence[Run], arm: Sequence[Run], *, measured: bool = False) -> Comparison:
