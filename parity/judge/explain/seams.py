@@ -65,20 +65,24 @@ class Proposal:
         return f"Seam(pieces=({paths}), eager={eager!r})"
 
 
-def propose(tour: Tour, lines: Collection[str] = (), refused: Collection[str] = ()) -> Proposal:
-    """``lines``: of the model, at which a replay was seen to go wrong; ``refused``: pieces that did not hold."""
+def propose(tour: Tour, lines: Collection[str] = (), refused: Collection[str] = (), *, training: bool = False) -> Proposal:
+    """``lines``: of the model, at which a replay was seen to go wrong; ``refused``: pieces that did not hold. ``training``: shares are
+    of the model's own calls, without the loss, and no piece is one that a step calls several times, since a training graph holds
+    the activations of one call until its backward."""
     calls = list(tour.root.walk())
+    repeated = {c.piece for c in calls if training and c.number > 1}
     bad = {c.piece for c in calls if c.unfit or c.reasons() or any(not c.lines.isdisjoint(lines) for c in c.walk())}
     bad |= {c.piece for c in calls if any(inner.piece in refused for inner in c.walk())} if refused else set()
     taken: dict[str, list[Call]] = {}
     waiting = list(tour.root.calls)
     while waiting:
         call = waiting.pop(0)
-        if call.piece in bad:
+        if call.piece in bad or call.piece in repeated:
             waiting[:0] = call.calls
         elif call.operations:
             taken.setdefault(call.piece, []).append(call)
-    whole, time = tour.root.operations or 1, sum(c.seconds for c in tour.root.calls) or 1.0
+    whole = sum(c.operations for c in tour.root.calls) if training else tour.root.operations
+    whole, time = whole or 1, sum(c.seconds for c in tour.root.calls) or 1.0
     pieces = [
         Piece(path, sum(c.operations for c in of) / whole, sum(c.seconds for c in of) / time, len(of)) for path, of in taken.items()
     ]

@@ -6,6 +6,7 @@ forward with them is looked at only to see which parts of the model could be cap
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +52,14 @@ def look(bench: TrainBench) -> tuple[Tour, list[Reason], Proposal]:
             for probe in "AB"
         )
     varying = _shapes(whole).items() ^ _shapes(other).items()
-    return inner, kept, propose(whole, refused=[piece for piece, _ in varying]) if whole.reasons else Proposal(())
+    inner = replace(inner, reasons=tuple(_placed(subject, reason) for reason in inner.reasons))
+    return inner, kept, propose(whole, refused=[piece for piece, _ in varying], training=True) if whole.reasons else Proposal(())
+
+
+def _placed(subject: TrainSubject, reason: Reason) -> Reason:
+    """With the path of the submodule in the model, which its author knows, where the network is a wrapper around it."""
+    owner = subject.network.get_submodule(reason.module)
+    return replace(reason, module=next((name for name, m in subject.module.named_modules() if m is owner), reason.module))
 
 
 def _shapes(whole: Tour) -> dict[str, tuple[Any, ...]]:
