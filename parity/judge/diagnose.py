@@ -181,15 +181,19 @@ def diagnose(bench: Bench) -> Finding:
 
 
 def diagnose_between(bench: Bench) -> Finding:
-    """The cause of a replay that went wrong after ``between(module)``: what it changed in Python, which a graph holds fixed."""
+    """The cause of a replay that went wrong after ``between(module)``: a tensor of an earlier call that it dropped, at whose address a
+    graph goes on reading, or what it changed in Python, which a graph holds fixed."""
     if bench.family.between is None:
         return Finding("unknown")
     subject = bench.build()
     forward = subject.compose(subject.region)
-    _traced(forward, bench.args("A"))
+    first, _ = _traced(forward, bench.args("A"))
     before, _ = _traced(forward, bench.args("A"))
     held = plain(subject.module)
     bench.family.between(subject.module)
+    for key, line in before.read.items():
+        if key in first.made and first.made[key].expired():
+            return Finding("stale-address", line, "a call reads a tensor that an earlier call made, and that is dropped between calls")
     moved = _moved(held, plain(subject.module))
     after, _ = _traced(forward, bench.args("A"))
     found = _apart(after, before, _DECIDED)

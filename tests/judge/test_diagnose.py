@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity.judge.diagnose import Finding, diagnose, diagnose_noise, plain
+from parity.judge.diagnose import Finding, diagnose, diagnose_between, diagnose_noise, plain
 from parity.judge.subject import Bench
 from parity.rows.discovery import Catalogue, discover
 from parity.rows.row import Row
@@ -148,6 +148,31 @@ def test_a_tensor_in_a_deque_is_an_old_one() -> None:
 def test_a_host_tensor_is_state_of_the_host(large: bool) -> None:
     """Of a large one only the number of elements is compared; the element that a kernel is given is small."""
     assert found(lambda: _Host(large)).cause == "host-state"
+
+
+class _KeepsDoubled(nn.Linear):
+    """Keeps what it derived from its weight, until told to forget it."""
+
+    doubled: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.doubled is None:
+            self.doubled = self.weight * 2
+        return nn.functional.linear(x, self.doubled)
+
+
+def forget(module: Any) -> None:
+    module.doubled = None
+
+
+@pytest.mark.parametrize(("between", "cause"), [(forget, "stale-address"), (lambda module: None, "unknown")])
+def test_what_is_dropped_between_calls_is_an_old_address_and_no_branch(between: Any, cause: str) -> None:
+    """The next call derives it anew, by an operation more: that is not what a graph gets wrong."""
+    catalogue = catalogue_of(lambda settings: subject(_KeepsDoubled(4, 4)), between=between)
+    row = Row("zoo", "family", "task", arm="bare")
+    bench = Bench(row, catalogue.family(row), engine(ENGINE), 0)
+    with bench.engine.entered(), torch.no_grad():
+        assert diagnose_between(bench).cause == cause
 
 
 def test_a_healthy_model_has_no_cause() -> None:
