@@ -4,8 +4,9 @@
     python benchmarks/replay_cost.py --emulated      # no GPU: a small network; the numbers say nothing about a device
 
 Microseconds, medians with their quartiles. ``device``: calls in a row, synchronized at the end. ``host``: until one call returns, with
-nothing queued before it. ``parts``: where the host time of ours goes. ``check``: the full look at the module, which an outermost scope
-pays once. Ends with the ratios of all families and their geometric means.
+nothing queued before it. The last result of each is kept until the next comes, as callers do. ``bare`` has those copies in it that are
+nodes of the graph. ``parts``: where the host time of ours goes. ``check``: the full look at the module, which an outermost scope pays
+once. Ends with the ratios of all families and their geometric means.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ FAMILIES = (
 REPEATS = 9
 Calls = dict[str, Callable[[], Any]]
 Times = dict[str, list[float]]
+HELD: dict[str, Any] = {}
+"""The last result of each arm. A bare replay writes over that of ours, where copies are nodes of the graph."""
 
 
 def device_times(arms: Calls, calls: int) -> Times:
@@ -46,7 +49,7 @@ def device_times(arms: Calls, calls: int) -> Times:
             torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(calls):
-                call()
+                HELD[name] = call()
             torch.cuda.synchronize()
             if turn:  # the first one warms up
                 found[name].append((time.perf_counter() - start) / calls * 1e6)
@@ -59,7 +62,7 @@ def host_times(arms: Calls, calls: int) -> Times:
         for name, call in arms.items():
             torch.cuda.synchronize()
             start = time.perf_counter()
-            call()
+            HELD[name] = call()
             spent = time.perf_counter() - start
             if turn >= 10:
                 found[name].append(spent * 1e6)
@@ -79,15 +82,17 @@ def parts_of(runner: GraphRunner, x: torch.Tensor) -> Calls:
         entry.pool.begin()
         entry.pool.end()
 
-    return {
-        "modes": modes,
-        "key": lambda: quick((x,), ()),
-        "pool": pool,
-        "copy in": lambda: entry.intake.fill((x,)),
-        "replay": entry.graph.replay,
-        "copy out": lambda: entry.outlet.hand_out((x,)),
-        "capturing?": torch.cuda.is_current_stream_capturing,
-    }
+    parts: Calls = {"modes": modes, "key": lambda: quick((x,), ()), "pool": pool, "capturing?": torch.cuda.is_current_stream_capturing}
+    if (fits := entry.fits) is not None:
+        parts["like the last"] = lambda: fits(x)
+    if (copies := entry.copies) is not None:
+        parts["addresses"] = lambda: copies.tell((x,))
+    if copies is None or not copies.takes:
+        parts["copy in"] = lambda: entry.intake.fill((x,))
+    parts["replay"] = entry.graph.replay
+    if copies is None or not copies.gives:
+        parts["copy out"] = lambda: entry.outlet.hand_out((x,))
+    return parts
 
 
 def measure(name: str, forward: Callable[..., Any], module: nn.Module, x: torch.Tensor, calls: int) -> dict[str, dict[str, float]]:
@@ -96,6 +101,7 @@ def measure(name: str, forward: Callable[..., Any], module: nn.Module, x: torch.
     with torch.no_grad():
         eager = device_times({"eager": lambda: forward(x)}, max(calls // 20, 2))["eager"]
         runner.capture(x)
+        HELD["ours"] = runner(x)
         arms: Calls = {"bare": runner.entries()[0].graph.replay, "ours": lambda: runner(x)}
         if (upstream := upstreams(forward)) is not None:
             upstream.capture(x)
@@ -103,9 +109,11 @@ def measure(name: str, forward: Callable[..., Any], module: nn.Module, x: torch.
         with scope():
             times = {"device": device_times(arms, calls), "host": host_times(arms, calls)}
             parts = host_times(parts_of(runner, x), calls)
+        HELD.clear()
         watch = Watch(module)
         check = host_times({"check": watch.look}, calls)["check"]
     print(f"{name}: eager {told(eager)} us; full check {told(check)} us, {len(watch.tensors())} tensors, {outputs(runner)} outputs")
+    print(f"  {nodes(runner)}")
     for what, found in times.items():
         print(f"  {what:6}  " + "   ".join(f"{arm} {told(t)}" for arm, t in found.items()))
     print("  parts   " + "   ".join(f"{part} {statistics.median(t):.1f}" for part, t in parts.items()), flush=True)
@@ -114,6 +122,13 @@ def measure(name: str, forward: Callable[..., Any], module: nn.Module, x: torch.
 
 def outputs(runner: GraphRunner) -> int:
     return sum(isinstance(leaf, torch.Tensor) for leaf in runner.entries()[0].outputs)
+
+
+def nodes(runner: GraphRunner) -> str:
+    """Which copies are nodes of the graph."""
+    copies = runner.entries()[0].copies
+    sides = [] if copies is None else [side for side, are in (("in", copies.takes), ("out", copies.gives)) if are]
+    return f"copies {' and '.join(sides)} are nodes of the graph" if sides else "copies beside the graph"
 
 
 def upstreams(forward: Callable[..., Any]) -> Any:

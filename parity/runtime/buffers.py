@@ -76,6 +76,12 @@ class Intake:
         for position in self._odd:
             flat(self.leaves[position]).copy_(flat(leaves[position]))
 
+    def pieces(self) -> list[tuple[int, Tensor]]:
+        """Positions and static tensors, where a copy of bytes from one of the same geometry fills each; else none at all."""
+        if self._odd or not all(map(dense, self._targets)):
+            return []
+        return list(zip(self._plain, self._targets, strict=True))
+
 
 class Outlet:
     """Static outputs. ``hand_out`` gives clones with eager's strides; an input that was passed on is the caller's own again.
@@ -108,10 +114,19 @@ class Outlet:
         self._all = bool(self._plain) and len(self._plain) == len(self.leaves)
         self._only = self._sources[0].clone if self._all and isinstance(result, Tensor) else None
 
-    def hand_out(self, leaves: Any) -> Any:
+    def pieces(self, foreign: set[int]) -> list[Tensor]:
+        """Static tensors, where a copy of its bytes is a clone of each; else none at all. ``foreign``: addresses of tensors that are
+        not the graph's own: whoever owns such a one may give it other memory, which a clone follows."""
+        simple = all(
+            type(x) is Tensor and not (x.is_quantized or x.requires_grad) and x.data_ptr() not in foreign for x in self._sources
+        )
+        return list(self._sources) if simple else []
+
+    def hand_out(self, leaves: Any, fresh: Sequence[Tensor] = ()) -> Any:
+        """``leaves``: of the call. ``fresh``: copies of ``pieces``, where they are made already."""
         if self._only is not None:
-            return self._only()
-        fresh = self._clones()
+            return fresh[0] if fresh else self._only()
+        fresh = fresh or self._clones()
         if self._all:
             return self._build(fresh)
         results: list[Any] = [None] * len(self.leaves)
@@ -129,26 +144,26 @@ class Outlet:
             results[i] = results[source]
         return self._build(results)
 
-    def _clones(self) -> list[Any]:
+    def _clones(self) -> Sequence[Tensor]:
         """Each in memory of its own. Views of one block were measured: building them costs more than the allocations they spare, they
         would share what a caller saves, and those that autograd knows as views refuse to be written to."""
         sources = self._sources
         if len(sources) <= _SINGLY:
             return [source.clone() for source in sources]
         if _CLONES is not None:
-            return list(_CLONES(sources))
+            return _CLONES(sources)
         fresh = list(map(torch.empty_like, sources))  # dense ones keep their strides
         torch._foreach_copy_(fresh, sources)
         return fresh
 
 
-def _builder(result: Any, spec: Any) -> Callable[[list[Any]], Any]:
+def _builder(result: Any, spec: Any) -> Callable[[Sequence[Any]], Any]:
     """From leaves to the result. For tuples, lists and dicts an expression is compiled: torch's pytree takes longer than the copies."""
     keys: dict[str, Any] = {}
     expression = _expression(result, itertools.count(), keys)
     if not expression:
-        return lambda leaves: tree.unflatten(leaves, spec)
-    build: Callable[[list[Any]], Any] = eval(f"lambda leaves: {expression}", keys)  # of nothing but indices and names made here
+        return lambda leaves: tree.unflatten(list(leaves), spec)
+    build: Callable[[Sequence[Any]], Any] = eval(f"lambda leaves: {expression}", keys)  # of nothing but indices and names made here
     return build
 
 

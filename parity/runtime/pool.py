@@ -82,10 +82,14 @@ class Pool:
         """Waits until nothing replayed from it runs any more: its memory, and what its graphs read, may be given back then. Raises
         StreamCaptured."""
         with self.lock:
-            event = self._behind()
-            if event is not None:
-                event.synchronize()
+            self.settle()
             self._number = self._last = self._event = None
+
+    def settle(self) -> None:
+        """Waits for all replays so far; also between ``begin`` and ``end``. Raises StreamCaptured."""
+        event = self._behind()
+        if event is not None:
+            event.synchronize()
 
     def _change(self) -> None:
         stream, event = torch.cuda.current_stream(self.device), self._behind()

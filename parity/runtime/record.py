@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parity.runtime import rng, tree
+from parity.runtime import nodes, rng, tree
 from parity.runtime.buffers import Intake, Outlet
+from parity.runtime.cudart import Cudart, Unfit
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
@@ -21,11 +23,15 @@ from parity.runtime.pool import CAPTURES, Pool
 from parity.runtime.refusal import explain
 from parity.runtime.state import kept
 
+_LOG = logging.getLogger("parity.runtime")
+
 
 @dataclass
 class Entry:
     """One captured graph. ``derived``: what it reads that may go stale, None where nothing. ``weights``, ``clock``: versions and clock
-    at capture. ``doubt``: its derived tensors have to be compared again before the next replay. ``early``: captured ahead of use."""
+    at capture. ``doubt``: its derived tensors have to be compared again before the next replay. ``early``: captured ahead of use.
+    ``copies``: those that are nodes of the graph; launched by itself, such a graph writes over the last results. ``fits``:
+    see ``signature.alike``."""
 
     graph: Any
     intake: Intake
@@ -38,6 +44,8 @@ class Entry:
     doubt: bool = False
     early: bool = False
     replays: int = 0
+    copies: nodes.Copies | None = None
+    fits: Callable[[Any], bool] | None = None
 
     @property
     def inputs(self) -> list[Any]:
@@ -57,12 +65,27 @@ class Entry:
         stream that is current there."""
         self.pool.begin()
         try:
-            self.intake.fill(leaves)
+            fresh = self._told(leaves) if self.copies is not None else ()
+            if self.copies is None or not self.copies.takes:
+                self.intake.fill(leaves)
             self.graph.replay()
             self.replays += 1
-            return self.outlet.hand_out(leaves)
+            return self.outlet.hand_out(leaves, fresh) if fresh else self.outlet.hand_out(leaves)
         finally:
             self.pool.end()
+
+    def _told(self, leaves: Any) -> Sequence[Tensor]:
+        """Fresh results, which the next launch writes to; none where copies stay beside the graph, which they do for good once CUDA
+        does not take the memory of a call."""
+        assert self.copies is not None
+        try:
+            return self.copies.tell(leaves)
+        except Unfit as reason:
+            _LOG.info("cuda_graph: copies go beside their graph: %s", reason)
+            self.pool.settle()
+            self.copies.withdraw()
+            self.copies = None
+            return ()
 
 
 class CaptureFailed(CaptureRefused):
@@ -93,6 +116,18 @@ def unfit(leaves: list[Any]) -> str:
     if len({t.device for t in tensors if on_device(t)}) > 1:
         return "the inputs lie on several devices"
     return ""
+
+
+def cannot(leaves: list[Any], module: nn.Module | None) -> str:
+    """Why a call of ``module`` (or of a region without one) can be neither captured nor replayed as things are; empty where it can."""
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not any(map(on_device, tensors)):
+        return "no input is on a CUDA device"
+    if torch.cuda.is_current_stream_capturing():
+        return "the current stream is being captured by somebody else"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in [*tensors, *(module.parameters() if module is not None else ())]):
+        return "gradients are enabled: this runner captures inference only"
+    return unfit(leaves)
 
 
 @contextlib.contextmanager
@@ -169,21 +204,46 @@ def _record(
         rng.restore(streams)
     _check(traced)
     derived = Derived(traced.reads, module) if traced.reads else None
+    runtime = nodes.available()
+    known = _elsewhere(traced.result, intake) if runtime is not None else set()
     traced.result = None
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True) if runtime is not None else torch.cuda.CUDAGraph()
     for generator in owned:
         graph.register_generator_state(generator)
-    with (
-        undone(before, stream, streams, traced),
-        kept(module, executed=False),
-        torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"),
-    ):
-        result = call()
+    with undone(before, stream, streams, traced):
+        with (
+            kept(module, executed=False),
+            torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"),
+        ):
+            result = call()
+        outlet = Outlet(result, intake.leaves, clone)
+        copies = _copies(runtime, graph, intake.pieces(), outlet.pieces(known), leaves) if runtime is not None else None
     if any(isinstance(x, Tensor) and not on_device(x) for x in tree.flatten(result)[0]):
         raise CaptureRefused("host-state", "an output is a host tensor: every replay would hand out the one made at capture")
     if derived is not None:
         derived.settle()
-    return Entry(graph, intake, Outlet(result, intake.leaves, clone), pool, traced, derived)
+    return Entry(graph, intake, outlet, pool, traced, derived, copies=copies)
+
+
+def _elsewhere(result: Any, intake: Intake) -> set[int]:
+    """Where the tensors of an eager result lie, except on static inputs. What lies there also in a capture is not the graph's own."""
+    own = {x.untyped_storage().data_ptr() for x in intake.leaves if isinstance(x, Tensor)}
+    results = [x for x in tree.flatten(result)[0] if isinstance(x, Tensor) and x.layout is torch.strided]
+    return {x.data_ptr() for x in results if x.numel() and x.untyped_storage().data_ptr() not in own}
+
+
+def _copies(
+    runtime: Cudart, graph: Any, incoming: list[tuple[int, Tensor]], outgoing: list[Tensor], leaves: list[Any]
+) -> nodes.Copies | None:
+    """Instantiates a kept graph, with copies as nodes of it where CUDA takes them. Raises CudaError."""
+    if all(x.is_cuda for x in outgoing) and (incoming or outgoing):
+        try:
+            return nodes.Copies(runtime, graph, incoming, outgoing, leaves)
+        except Unfit as reason:
+            _LOG.info("cuda_graph: copies stay beside their graph: %s", reason)
+            return None
+    graph.instantiate()
+    return None
 
 
 def _check(traced: Trace) -> None:

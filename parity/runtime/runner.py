@@ -26,8 +26,8 @@ from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
 from parity.runtime.pool import Pool, StreamCaptured
-from parity.runtime.record import CaptureFailed, Entry, record, retrace, unfit
-from parity.runtime.signature import Signature, quick, signature
+from parity.runtime.record import CaptureFailed, Entry, cannot, record, retrace
+from parity.runtime.signature import Signature, alike, quick, signature
 from parity.runtime.validation import differs
 
 __all__ = ["Entry", "GraphRunner", "Info"]
@@ -93,6 +93,7 @@ class GraphRunner:
         self._pools: dict[int, Pool] = {}
         self._entries: dict[Signature, Entry] = {}
         self._quick: dict[Hashable, Entry] = {}
+        self._like: Any = None  # the entry of the last call, where one look tells whether the next is like it
         self._refused: dict[Signature, CaptureRefused] = {}
         self._counts: OrderedDict[Signature, int] = OrderedDict()
         self._watch = Watch(self.module) if self.module is not None else None
@@ -109,9 +110,12 @@ class GraphRunner:
             return self.region(*args, **kwargs)
         if visit == 0 or visit != self._visit or CLOCK.changes != self._changes:
             self._inspect(visit)
-        leaves = (*args, *kwargs.values()) if kwargs else args
-        key = quick(leaves, tuple(kwargs) if kwargs else ())
-        entry = self._quick.get(key)
+        entry, leaves, key = self._like, args, None
+        if entry is None or kwargs or len(args) != 1 or not entry.fits(args[0]):
+            leaves = (*args, *kwargs.values()) if kwargs else args
+            key = quick(leaves, tuple(kwargs) if kwargs else ())
+            entry = self._quick.get(key)
+            self._like = entry if entry is not None and entry.fits is not None else None
         if entry is None or torch.cuda.is_current_stream_capturing() or (entry.derived is not None and entry.doubtful()):
             return self._call(args, kwargs, key)
         return self._replay(entry, leaves, args, kwargs)
@@ -120,7 +124,7 @@ class GraphRunner:
         """Captures the signature of this call now, if it is not captured yet. Raises CaptureRefused with cause and source line."""
         self._inspect(LOCAL.visit)
         leaves, spec = tree.flatten((args, kwargs))
-        if reason := self._cannot(leaves):
+        if reason := cannot(leaves, self.module):
             raise CaptureRefused("unknown", reason)
         key = signature(leaves, spec, self._training())
         if key not in self._entries:
@@ -145,6 +149,7 @@ class GraphRunner:
                 self._info.dropped[reason] += len(self._entries)
             self._entries.clear()
             self._quick.clear()
+            self._like = None
             self._refused.clear()
             self._pools.clear()
 
@@ -154,18 +159,6 @@ class GraphRunner:
 
     def _training(self) -> tuple[bool, ...]:
         return () if self._watch is None else self._watch.training
-
-    def _cannot(self, leaves: list[Any]) -> str:
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if not any(map(on_device, tensors)):
-            return "no input is on a CUDA device"
-        if torch.cuda.is_current_stream_capturing():
-            return "the current stream is being captured by somebody else"
-        if torch.is_grad_enabled() and any(
-            t.requires_grad for t in [*tensors, *(self.module.parameters() if self.module is not None else ())]
-        ):
-            return "gradients are enabled: this runner captures inference only"
-        return unfit(leaves)
 
     def _eager(self, reason: str, args: Any, kwargs: Any) -> Any:
         self._info.eager[reason] += 1
@@ -185,7 +178,7 @@ class GraphRunner:
     # ------------------------------------------------------------ the slow path
     def _call(self, args: Any, kwargs: Any, quick_key: Hashable) -> Any:
         leaves, spec = tree.flatten((args, kwargs))
-        if reason := self._cannot(leaves):
+        if reason := cannot(leaves, self.module):
             return self._eager(reason, args, kwargs)
         key = signature(leaves, spec, self._training())
         entry = self._entries.get(key)
@@ -207,6 +200,8 @@ class GraphRunner:
                 return self._eager(f"refused: {refusal.cause}: {refusal.message}", args, kwargs)
         if quick_key is not None:
             self._quick[quick_key] = entry
+            if entry.copies is not None and entry.fits is None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+                entry.fits = alike(args[0])  # with torch's own tensors only: others' devices are not seen
         return self._replay(entry, leaves, args, kwargs)
 
     def _count(self, key: Signature) -> int:
@@ -262,6 +257,7 @@ class GraphRunner:
             if flags != self._flags:
                 self._flags = flags
                 self._quick.clear()
+                self._like = None
         self._suspect()
         self._visit, self._changes = visit, changes
 
@@ -285,8 +281,8 @@ class GraphRunner:
                 entry.pool.drain()
                 del self._entries[key]
                 self._info.dropped[reason] += 1
-                for name in [k for k, e in self._quick.items() if e is entry]:
-                    del self._quick[name]
+                self._quick = {k: e for k, e in self._quick.items() if e is not entry}
+                self._like = None
 
     def _renew(self, key: Signature, entry: Entry, args: Any, kwargs: Any) -> Any:
         """An eager call, in which the owner of a derived tensor renews it; the graph stays if that gave the same bits."""

@@ -122,6 +122,22 @@ def quick(leaves: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Hashable, ..
     return tuple(key)
 
 
+def alike(leaf: Tensor) -> Callable[[Any], bool] | None:
+    """What tells whether the only argument of another call, whatever it is, has the ``quick`` key of this one; it may be wrong to deny
+    that, never to claim it. What torch guards compiled code with, instead of a key and a look-up; None where this torch lacks that."""
+    guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None:
+        return None
+    geometry = {"dynamic_dims_sizes": [list(leaf.shape)], "dynamic_dims_strides": [list(leaf.stride())]}
+    same = guards(leaf, **geometry).check  # type, dispatch keys (with layout, conjugate and negative bits), dtype, device, geometry
+    shift, grads, switches = leaf.data_ptr() & 15, leaf.requires_grad, modes()
+
+    def fits(x: Any) -> bool:
+        return same(x) and x.data_ptr() & 15 == shift and x.requires_grad is grads and modes() == switches
+
+    return fits
+
+
 def aliases(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
     """Per tensor the first one that is the same object, and the first one on the same storage."""
     objects: dict[int, int] = {}

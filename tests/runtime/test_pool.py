@@ -201,3 +201,21 @@ def test_release_waits_for_what_still_runs(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(waited) == 1
     runner.release()
     assert len(waited) == 1
+
+
+def test_who_settles_within_a_replay_is_still_waited_for(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    """Unlike ``drain``, which forgets the streams, it leaves ``end`` and the next ``begin`` what they need."""
+    runner, _ = two_on_one_pool()
+    x = torch.ones(3, device="cuda")
+    runner(x)
+    (entry,) = runner.entries()
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda self: waited.append(self))
+    entry.pool.begin()
+    entry.pool.settle()
+    entry.pool.end()
+    assert len(waited) == 1
+    del events[:]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        runner(x)
+    assert events == ["record", "wait"]

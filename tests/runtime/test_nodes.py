@@ -1,0 +1,346 @@
+"""Copies as nodes of a graph: their order, their addresses, what happens where CUDA does not take them. On a graph that is played here,
+over the memory of host tensors; test_nodes_on_cuda.py has CUDA's own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parity.runtime import nodes
+from parity.runtime.buffers import Intake, Outlet
+from parity.runtime.cudart import CudaError, Cudart, Unfit
+from parity.runtime.liveness import Trace
+from parity.runtime.nodes import Copies
+from parity.runtime.record import Entry, _elsewhere
+from parity.runtime.state import same_bits
+
+INVALID = 1
+ILLEGAL_ADDRESS = 700
+
+
+class Graph:
+    """One that is kept: nodes are Python calls or copies, and a launch runs them in any order that the edges allow: the last one made
+    first, which is wrong wherever an edge is missing."""
+
+    def __init__(self, *region: Callable[[], Any]) -> None:
+        self.work: dict[int, Any] = {i + 1: step for i, step in enumerate(region)}
+        self.edges = {(i, i + 1) for i in range(1, len(region))}
+        self.exec: tuple[dict[int, Any], set[tuple[int, int]]] | None = None
+
+    def raw_cuda_graph(self) -> Any:
+        return self
+
+    def raw_cuda_graph_exec(self) -> Any:
+        return self
+
+    def instantiate(self) -> None:
+        self.exec = dict(self.work), set(self.edges)
+
+    def replay(self) -> None:
+        assert self.exec is not None
+        work, edges = self.exec
+        left = dict(work)
+        while left:
+            node = max(n for n in left if not any(b in left for b, a in edges if a == n))
+            step = left.pop(node)
+            if callable(step):
+                step()
+            else:
+                ctypes.memmove(*step)
+
+
+class Runtime:
+    """Cudart on such graphs. ``refuse``: the codes of the next calls."""
+
+    check = Cudart.check
+
+    def __init__(self) -> None:
+        self.graph: Any = None
+        self.refuse: list[int] = []
+        self.told = self.forgotten = 0
+
+    def _forget(self) -> None:
+        self.forgotten += 1
+
+    def _words(self, code: int) -> bytes:
+        return b"said by CUDA"
+
+    def _code(self) -> int:
+        return self.refuse.pop(0) if self.refuse else 0
+
+    def roots(self, graph: Graph) -> list[int]:
+        return [n for n in graph.work if n not in {a for _, a in graph.edges}]
+
+    def ends(self, graph: Graph) -> list[int]:
+        return [n for n in graph.work if n not in {b for b, _ in graph.edges}]
+
+    def add(self, graph: Graph, after: list[int], target: int, source: int, nbytes: int) -> int:
+        self.check("a copy as a node", self._code())
+        assert nbytes
+        self.graph = graph
+        node = 1000 + len(graph.work)
+        graph.work[node] = target, source, nbytes
+        graph.edges |= {(b, node) for b in after}
+        return node
+
+    def depend(self, graph: Graph, before: list[int], after: list[int]) -> None:
+        graph.edges |= set(zip(before, after, strict=True))
+
+    def destroy(self, node: int) -> None:
+        del self.graph.work[node]
+        self.graph.edges = {e for e in self.graph.edges if node not in e}
+
+    def tell(self, graph: Graph, node: int, target: int, source: int, nbytes: int, kind: int) -> int:
+        if code := self._code():
+            return code
+        assert kind == 3
+        assert graph.exec is not None
+        self.told += 1
+        graph.exec[0][node] = target, source, nbytes
+        return 0
+
+
+class Pool:
+    """One that nobody else uses. ``settled``: how often it was waited for."""
+
+    settled = 0
+
+    def begin(self) -> None: ...
+
+    def end(self) -> None: ...
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    """Results are allocated on the host, and there is one device."""
+    monkeypatch.setattr(nodes, "_empty", lambda: lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    with torch.no_grad():
+        yield Runtime()
+
+
+def entry_of(runtime: Any, leaves: list[Any], region: Callable[..., Any], clone: bool = True) -> Entry:
+    """What ``record`` makes of a region, whose graph calls it and writes over its first results."""
+    intake = Intake(leaves)
+    result = region(*intake.leaves)
+    outlet = Outlet(result, intake.leaves, clone)
+    statics = [x for x in outlet.leaves if isinstance(x, Tensor)]
+
+    def again() -> None:
+        results = Outlet(region(*intake.leaves), intake.leaves, False).leaves
+        for static, new in zip(statics, [x for x in results if isinstance(x, Tensor)], strict=True):
+            if static is not new:
+                static.copy_(new)
+
+    graph = Graph(lambda: None, again, lambda: None)
+    copies = Copies(runtime, graph, intake.pieces(), outlet.pieces(set()), leaves)
+    return Entry(graph, intake, outlet, Pool(), Trace(None, []), None, copies=copies)  # type: ignore[arg-type]
+
+
+def several(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x * 2, (x + y).t(), torch.empty(0, 3), (y > 0), y.double().sum(), 7
+
+
+def drawn(seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn(4, 4), torch.randn(4, 4)]
+
+
+def equal(found: Any, expected: Any) -> bool:
+    return all(same_bits(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, expected, strict=True))
+
+
+def test_results_are_those_of_the_region_and_stay(runtime: Runtime) -> None:
+    entry = entry_of(runtime, drawn(0), several)
+    assert entry.copies is not None
+    assert entry.copies.takes
+    assert entry.copies.gives
+    calls = [drawn(seed) for seed in range(20)]
+    held = [entry.replay(leaves) for leaves in calls]
+    for leaves, result in zip(calls, held, strict=True):
+        assert equal(result, several(*leaves))
+        assert [x.stride() for x in result[:-1]] == [x.stride() for x in several(*leaves)[:-1]]
+    places = [x.untyped_storage().data_ptr() for result in held for x in result[:-1] if x.numel()]
+    assert len(set(places)) == len(places)
+    assert not any(x._is_view() for result in held for x in result[:-1])
+
+
+def test_a_result_alone_comes_out_alone(runtime: Runtime) -> None:
+    entry = entry_of(runtime, drawn(0), lambda x, y: x @ y)
+    leaves = drawn(1)
+    assert same_bits(entry.replay(leaves), leaves[0] @ leaves[1])
+
+
+@pytest.mark.parametrize("lost", ["before", "behind"])
+def test_without_their_edges_copies_come_at_the_wrong_time(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    if lost == "before":
+        monkeypatch.setattr(runtime, "depend", lambda *_: None)
+        monkeypatch.setattr(Graph, "replay", _eldest_first)
+    else:
+        monkeypatch.setattr(runtime, "ends", lambda graph: [])
+    entry = entry_of(runtime, drawn(0), several)
+    assert not equal(entry.replay(drawn(1)), several(*drawn(1)))
+
+
+def _eldest_first(graph: Graph) -> None:
+    assert graph.exec is not None
+    work, edges = graph.exec
+    left = dict(work)
+    while left:
+        node = min(n for n in left if not any(b in left for b, a in edges if a == n))
+        step = left.pop(node)
+        _ = step() if callable(step) else ctypes.memmove(*step)
+
+
+def test_an_order_from_the_eldest_is_as_good_while_the_edges_are_there(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Graph, "replay", _eldest_first)
+    entry = entry_of(runtime, drawn(0), several)
+    assert equal(entry.replay(drawn(1)), several(*drawn(1)))
+
+
+def test_an_address_is_told_once(runtime: Runtime) -> None:
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y)
+    leaves = drawn(1)
+    held = [entry.replay(leaves)]
+    before = runtime.told
+    held += [entry.replay(leaves) for _ in range(3)]  # all are held: each lies elsewhere
+    assert runtime.told == before + 3  # results only
+    held.append(entry.replay([leaves[0].clone(), leaves[1]]))
+    assert runtime.told == before + 3 + 2
+
+
+def test_an_input_given_twice_and_one_passed_on(runtime: Runtime) -> None:
+    x, y = drawn(0)
+    entry = entry_of(runtime, [x, x, y], lambda a, b, c: (a, a + b + c, c))
+    one, other = drawn(1)
+    result = entry.replay([one, one, other])
+    assert result[0] is one
+    assert result[2] is other
+    assert same_bits(result[1], one + one + other)
+
+
+def test_arguments_that_are_no_tensors(runtime: Runtime) -> None:
+    entry = entry_of(runtime, [3, *drawn(0)], lambda n, x, y: x * n + y)
+    leaves = [3, *drawn(1)]
+    assert same_bits(entry.replay(leaves), leaves[1] * 3 + leaves[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "takes", "gives"),
+    [
+        (lambda x: x, True, True),
+        (lambda x: x[:, ::2], False, True),
+        (lambda x: x[:1].expand(4, 4), False, True),
+        (lambda x: x[:0], False, True),
+        (lambda x: x.t(), True, True),
+    ],
+)
+def test_odd_inputs_are_copied_beside_the_graph(runtime: Runtime, change: Callable[[Tensor], Tensor], takes: bool, gives: bool) -> None:
+    entry = entry_of(runtime, [change(drawn(0)[0])], lambda x: (x + 1, torch.ones(2)))
+    assert entry.copies is not None
+    assert (bool(entry.copies._incoming), entry.copies.gives) == (takes, gives)
+    x = change(drawn(1)[0])
+    assert equal(entry.replay([x]), (x + 1, torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda x: torch.nn.Parameter(x),
+        lambda x: x.clone().requires_grad_(),
+    ],
+)
+def test_odd_results_are_cloned(odd: Callable[[Tensor], Tensor]) -> None:
+    x = drawn(0)[0]
+    assert Outlet([x, x + 1], [], True).pieces(set())
+    assert not Outlet([x, odd(x)], [], True).pieces(set())
+
+
+def test_results_that_others_own_are_cloned() -> None:
+    """Whoever owns one may give it other memory, which the graph would not follow and a clone does."""
+    cache = torch.ones(3)
+    intake = Intake([torch.ones(3)])
+    (x,) = intake.leaves
+    known = _elsewhere([cache, cache.view(3, 1), x + 1, x.view(3, 1)], intake)
+    assert Outlet([x + 1, x.view(3, 1)], intake.leaves, True).pieces(known)
+    assert not Outlet([x + 1, cache.view(1, 3)], intake.leaves, True).pieces(known)
+
+
+def test_without_clones_only_inputs_are_nodes(runtime: Runtime) -> None:
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, clone=False)
+    assert entry.copies is not None
+    assert entry.copies.takes
+    assert not entry.copies.gives
+    first = entry.replay(drawn(1))
+    assert same_bits(first, sum(drawn(1)))  # type: ignore[arg-type]
+    assert entry.replay(drawn(2)) is first
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(runtime: Runtime, which: int) -> None:
+    entry = entry_of(runtime, drawn(0), lambda x, y: (x + y, x - y))
+    graph: Any = entry.graph
+    entry.replay(drawn(0))
+    runtime.refuse = [0] * which + [INVALID]
+    assert equal(entry.replay(drawn(1)), (sum(drawn(1)), drawn(1)[0] - drawn(1)[1]))
+    assert entry.copies is None
+    assert runtime.forgotten == 1  # else torch would take the error for its own
+    assert entry.pool.settled == 1  # type: ignore[attr-defined]
+    assert not any(isinstance(step, tuple) for step in graph.exec[0].values())
+    assert equal(entry.replay(drawn(2)), (sum(drawn(2)), drawn(2)[0] - drawn(2)[1]))
+
+
+def test_any_other_error_is_raised_in_cudas_words(runtime: Runtime) -> None:
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y)
+    runtime.refuse = [ILLEGAL_ADDRESS]
+    with pytest.raises(CudaError, match="where an input lies: CUDA error 700: said by CUDA") as caught:
+        entry.replay(drawn(1))
+    assert not isinstance(caught.value, Unfit)
+    assert same_bits(entry.replay(drawn(2)), sum(drawn(2)))  # type: ignore[arg-type]  # what was not told is told again
+
+
+def test_a_graph_that_takes_no_nodes_is_as_it_was(runtime: Runtime) -> None:
+    intake, graph = Intake(drawn(0)), Graph(lambda: None)
+    runtime.refuse = [0, INVALID]
+    with pytest.raises(Unfit):
+        Copies(runtime, graph, intake.pieces(), [torch.ones(2)], drawn(0))  # type: ignore[arg-type]
+    assert graph.exec is not None
+    assert list(graph.exec[0]) == [1]
+    assert not graph.exec[1]
+
+
+def test_another_current_device_is_left_for_that_of_the_graph(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+
+    class On:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: Any) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", On)
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y)
+    seen, tell = [], runtime.tell
+    assert entry.copies is not None
+    entry.copies._tell = lambda *a: (seen.append(current[0]), tell(*a))[1]
+    current[0] = 1
+    entry.replay(drawn(1))
+    assert set(seen) == {0}
+    assert current == [1]
