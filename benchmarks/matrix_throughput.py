@@ -66,7 +66,7 @@ def main() -> None:
     catalogue = discover([FAMILIES])
     found = probe(catalogue.sources, args.engine)
     for zoo in args.zoo or ["libreyolo"]:
-        selection = Selection(zoos=(zoo,), families=tuple(args.family), arms=("graphed",), boundary="")
+        selection = Selection(zoos=(zoo,), families=tuple(args.family), modes=("inference",), arms=("graphed",), boundary="")
         rows = [r for r in catalogue.select(selection) if not catalogue.family(r).unavailable][:: args.every]
         ways = [way for way in ("warm", "spawn") if way not in args.without]
         devices = tuple(found["devices"])
