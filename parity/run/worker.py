@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from parity.judge.outcome import NETWORK_ERRORS, Outcome
 from parity.rows.row import Row
-from parity.run import environment, warm
+from parity.run import environment, memory, warm
 
 
 class NetworkNeeded(RuntimeError):
@@ -57,6 +57,7 @@ def serve(connection: Connection, task: Mapping[str, Any], warmth: warm.Warmth |
         _send(connection, {"failed": why, "out_of_memory": _is_out_of_memory(error)})
         return
     _send(connection, {"ready": time.monotonic() - began})
+    give_back = memory.hold() if engine == "emulated" else lambda: None
     child = Child(connection, warmth, engine, task["seed"], asked)
     while True:
         try:
@@ -67,6 +68,7 @@ def serve(connection: Connection, task: Mapping[str, Any], warmth: warm.Warmth |
             _send(connection, {"probed": child.probe(request["probe"])})
         else:
             child.judge(Row.parse(request["row"]), request["timeout"])
+            give_back()
 
 
 class Child:
