@@ -15,6 +15,8 @@ from parity.rows.row import Row
 
 _SAFE: Final = "Nothing was found that a graph cannot record."
 _SAFE_BUT: Final = "The verdict is about what this engine sees. What is listed above is known of the operation: a device refuses it."
+_UNTRIED: Final = "not tried"
+"""How the proof of a cut begins that nothing was captured for."""
 Explanation = dict[str, Any]
 
 
@@ -135,7 +137,8 @@ def _seam(seam: Mapping[str, Any]) -> list[str | None]:
     if not seam["pieces"]:
         return [_field("cut", seam["proof"]), *dropped]
     share = f"paths from {seam['model']}; {seam['operations']:.0%} of the operations, {seam['seconds']:.0%} of the time"
-    return [_field("cut", seam["code"]), _field("", f"{share}; captured and replayed: {seam['proof']}"), *dropped]
+    tried = "" if seam["proof"].startswith(_UNTRIED) else "captured and replayed: "
+    return [_field("cut", seam["code"]), _field("", f"{share}; {tried}{seam['proof']}"), *dropped]
 
 
 def _divergence(told: Mapping[str, Any]) -> list[str | None]:

@@ -68,3 +68,12 @@ def test_a_cut_holds_on_the_device() -> None:
 def test_the_hash_is_the_same_on_both_sides() -> None:
     x = torch.randn(1000)
     assert hashed(x).item() == hashed(x.cuda()).item()
+
+
+def test_a_training_cut_is_tried_on_the_device() -> None:
+    from .test_explain_trial import Counts, Reads, deep, learned, paths
+
+    seam = learned(lambda: Reads(deep(6)), on="cuda")
+    assert (paths(seam), seam["proof"]) == (["stem", "middle"], "bits equal")
+    seam = learned(lambda: Reads(Counts()), on="cuda")
+    assert (paths(seam), seam["proof"]) == (["stem", "middle.layers"], "bits equal")

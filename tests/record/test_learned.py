@@ -104,6 +104,20 @@ def test_a_record_tells_what_the_command_tells() -> None:
     assert "beside it  native: uncapturable (h2d-copy)" in render(asked)
 
 
+@pytest.mark.parametrize(
+    ("proof", "told"),
+    [
+        ("bits equal", "; captured and replayed: bits equal\n"),
+        ("eager differs from itself: not proved", "; captured and replayed: eager differs from itself: not proved\n"),
+        ("not tried: 50 s were not enough", "% of the time; not tried: 50 s were not enough\n"),
+    ],
+)
+def test_the_text_says_what_came_of_the_cut(proof: str, told: str) -> None:
+    text = render(recorded(refused(seam=SEAM | {"proof": proof, "dropped": ["neck.0: refused: a rule"]})))
+    assert told in text
+    assert "\n  not        neck.0: refused: a rule\n" in text
+
+
 # --- the matrix
 
 

@@ -2,28 +2,31 @@
 
 From the top of the call tree downwards: a method is taken where none of its calls has a reason against it and all that enters and
 leaves it are tensors on the device; otherwise its callees are looked at. What is taken is then captured, each piece by the runtime,
-and the whole forward compared with eager, bit for bit, on both probes. A piece that is refused is replaced by its callees, one that
-changes bits is dropped."""
+and the whole compared with eager, bit for bit, on both probes. A piece that is refused or changes bits is replaced by its callees.
+How pieces are captured and compared, ``trial`` knows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from parity.judge.bits import Bundle
 from parity.judge.explain.calls import Call
 from parity.judge.explain.tour import Tour
-from parity.judge.records import around, snapshot
-from parity.judge.subject import Bench, seed_everything
-from parity.runtime.seams import Seam
+from parity.runtime.errors import ParityError
 
-SCRIPT = ("A", "B")
-"""One capture and one replay of other values; a cut is declared like any other and then judged by the whole protocol."""
+Cut = Callable[[Sequence[str]], tuple[str, dict[str, str]]]
+"""Captures pieces together: the first difference from eager, empty where there is none, and the pieces that were not replayed as they
+should, with the reason. May raise OutOfTime."""
+HOLDS = "bits equal"
 MOST_PIECES = 48
 LEAST_SHARE = 0.02
 LEAST_OPERATIONS = 4
 _ROUNDS = 4
+
+
+class OutOfTime(ParityError):
+    """A trial took longer than it may. The message says how long that was."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Proposal:
 
     @property
     def holds(self) -> bool:
-        return self.proof == "bits equal" and bool(self.pieces)
+        return self.proof == HOLDS and bool(self.pieces)
 
     @property
     def operations(self) -> float:
@@ -100,53 +103,40 @@ def _role(piece: Piece) -> str:
     return re.sub(r"\d+", "*", piece.path)
 
 
-def proven(bench: Bench, tour: Tour, expected: Sequence[Bundle], lines: Collection[str] = (), wrong: Collection[str] = ()) -> Proposal:
-    """The proposal that holds, found by capturing what is proposed and looking again where it fails. ``expected``: the results of a
-    fresh eager module along SCRIPT. ``wrong``: pieces whose result was seen to go wrong."""
+def proven(again: Callable[[Collection[str]], Proposal], cut: Cut, wrong: Collection[str] = (), proof: str = HOLDS) -> Proposal:
+    """The proposal that holds, found by capturing what is proposed and looking again where it fails. ``again``: proposes without the
+    pieces that did not hold; ``wrong``: those known to before any trial; ``proof``: what it says of pieces that were replayed with no
+    difference seen."""
     refused = set(wrong)
     dropped: list[str] = []
-    proposal = propose(tour, lines, refused)
+    proposal = again(refused)
     for _ in range(_ROUNDS):
         if not proposal.pieces:
             return Proposal((), proof="nothing is left to capture", dropped=tuple(dropped))
-        proof, failing = _judged(bench, expected, [p.path for p in proposal.pieces])
+        paths = [p.path for p in proposal.pieces]
+        try:
+            different, failing = cut(paths)
+        except OutOfTime as late:
+            return replace(proposal, proof=f"not tried: {late}", dropped=tuple(dropped))
+        if different and not failing:
+            try:
+                failing = _culprits(cut, paths, different)
+            except OutOfTime as late:
+                return Proposal((), proof=f"no cut held: together they replay other bits: {different}; {late}", dropped=tuple(dropped))
         if not failing:
             return replace(proposal, proof=proof, dropped=tuple(dropped))
         dropped += [f"{path or 'the model'}: {why}" for path, why in failing.items()]
         refused |= failing.keys()
-        proposal = propose(tour, lines, refused)
+        proposal = again(refused)
     return Proposal((), proof="no cut held", dropped=tuple(dropped))
 
 
-def _judged(bench: Bench, expected: Sequence[Bundle], paths: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """What came of capturing the pieces together, and those that failed, with the reason."""
-    different, failing = _cut(bench, expected, paths)
-    if failing or not different:
-        return "bits equal", failing
-    alone = {path: _cut(bench, expected, [path])[0] for path in paths} if len(paths) > 1 else {paths[0]: different}
-    wrong = {path: f"replays other bits: {what}" for path, what in alone.items() if what}
-    return different, wrong or dict.fromkeys(paths, f"replay other bits together: {different}")
-
-
-def _cut(bench: Bench, expected: Sequence[Bundle], paths: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """The first difference from eager, and the pieces that ran eagerly, with the reason."""
-    subject = bench.build()
-    call = subject.compose(subject.region)
-    bound = Seam(tuple(paths)).bind(subject.module)
-    different = ""
-    seed_everything(bench.seed)
-    with around(bench), bound.scope():
-        for number, (probe, reference) in enumerate(zip(SCRIPT, expected, strict=True)):
-            found = snapshot(bench, call(*bench.args(probe))).unlike(reference)
-            if found:
-                different = f"call {number + 1}: {found[0]}"
-                break
-    failing = {}
-    for path, runner in bound.runners.items():
-        info = runner.info()
-        if info.eager:
-            failing[path] = next(iter(info.eager))
-        elif not info.replays:
-            failing[path] = "it was never replayed"
-    bound.release()
-    return different, failing
+def _culprits(cut: Cut, paths: Sequence[str], different: str) -> dict[str, str]:
+    """Those of the pieces that make bits differ, with the reason, by halves; all of them where no half does alone."""
+    if len(paths) == 1:
+        return {paths[0]: f"replays other bits: {different}"}
+    found: dict[str, str] = {}
+    for half in (paths[: len(paths) // 2], paths[len(paths) // 2 :]):
+        what, failing = cut(half)
+        found |= failing or (_culprits(cut, half, what) if what else {})
+    return found or dict.fromkeys(paths, f"replay other bits together: {different}")

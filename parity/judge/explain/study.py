@@ -1,13 +1,13 @@
 """What ``parity explain`` asks of a child: the row as it is judged, and, as its arm ``eager``, everything that can be learned about it.
 
-The study judges nothing. It looks at one forward (``explain_tour``); where that shows nothing, it looks where a replay leaves eager's
-bits (``explain_divergence``) and which cause experiments on an eager module give it; and it proposes a cut and tries it
-(``explain_seams``)."""
+The study judges nothing. It looks at one forward (``tour``); where that shows nothing, it looks where a replay leaves eager's
+bits (``divergence``) and which cause experiments on an eager module give it; and it proposes a cut and tries it (``seams``,
+``trial``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +17,10 @@ from parity.judge.bits import Bundle
 from parity.judge.diagnose import Finding, diagnose, diagnose_between, diagnose_noise
 from parity.judge.explain.calls import Reason
 from parity.judge.explain.divergence import AFTER_SIZE, WEIGHTS, Divergence, first_divergence
-from parity.judge.explain.seams import SCRIPT, Proposal, proven
+from parity.judge.explain.seams import Proposal, propose, proven
 from parity.judge.explain.tour import Tour, tour
-from parity.judge.explain.training import UNTRIED, look
+from parity.judge.explain.training import look
+from parity.judge.explain.trial import CALLS, of_forward
 from parity.judge.outcome import Check, Outcome
 from parity.judge.records import around, forward, snapshot
 from parity.judge.script import SEQUENCE, Step
@@ -65,16 +66,17 @@ def study(bench: Bench) -> dict[str, Any]:
     if looked.reasons or lines:
         seen = {line for call in looked.root.walk() for line in call.lines}
         elsewhere = divergence is not None and divergence.where not in seen
-        seam = proven(bench, looked, expected, lines, [divergence.piece] if divergence is not None and elsewhere else [])
+        wrong = [divergence.piece] if divergence is not None and elsewhere else []
+        seam = proven(lambda refused: propose(looked, lines, refused), of_forward(bench, expected), wrong)
     elif divergence is not None or finding.cause:
         seam = Proposal((), proof="none is proposed: the line that goes wrong is not known")
     return _figures(looked, looked.reasons, seam, finding, divergence)
 
 
 def study_training(bench: TrainBench) -> dict[str, Any]:
-    """The same of a training step, gradients enabled; no replay is looked at."""
+    """The same of a training step, gradients enabled; of replays, only those of the cut are looked at."""
     looked, kept, seam = look(bench)
-    return _figures(looked, [*looked.reasons, *kept], replace(seam, proof=UNTRIED) if seam.pieces else seam)
+    return _figures(looked, [*looked.reasons, *kept], seam)
 
 
 def _figures(
@@ -109,7 +111,7 @@ def _figures(
 
 
 def _look(bench: Bench) -> tuple[Tour, list[Bundle]]:
-    """A look at one forward, after the eager calls of SCRIPT, whose results come along: they fill what is built lazily, as an arm's
+    """A look at one forward, after the eager calls of CALLS, whose results come along: they fill what is built lazily, as an arm's
     warm-up does."""
     subject = bench.build()
     given: list[tuple[Any, ...]] = []
@@ -122,7 +124,7 @@ def _look(bench: Bench) -> tuple[Tour, list[Bundle]]:
     seed_everything(bench.seed)
     with around(bench):
         try:
-            expected = [snapshot(bench, forward(bench, call, Step("replay", "call", probe))[0]) for probe in SCRIPT]
+            expected = [snapshot(bench, forward(bench, call, Step("replay", "call", probe))[0]) for probe in CALLS]
         except BrokenRow as error:
             raise BrokenRow(_in_training_mode(bench, error)) from error
         return tour(subject.region, given[-1], subject.module, certifies=bench.engine.certifies), expected

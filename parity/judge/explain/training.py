@@ -6,6 +6,7 @@ forward with them is looked at only to see which parts of the model could be cap
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +16,29 @@ from torch import Tensor
 from parity.judge.explain.calls import Reason
 from parity.judge.explain.seams import Proposal, propose
 from parity.judge.explain.tour import Tour, tour
+from parity.judge.explain.trial import proven_in_steps
 from parity.judge.subject import blamed, seed_everything
 from parity.judge.train.step import TrainBench, mixed
 from parity.rows.training import TrainSubject
 from parity.runtime import tree
 from parity.runtime.liveness import held_tensors
 
-UNTRIED = "not tried here: a training cut is judged by the training protocol"
-
 
 def look(bench: TrainBench) -> tuple[Tour, list[Reason], Proposal]:
-    """A look at the network's forward and backward, reasons that outlive a step, and a cut of the whole forward. Gradients are
+    """A look at the network's forward and backward, reasons that outlive a step, and a cut of the whole forward, tried. Gradients are
     enabled by the caller. Raises BrokenRow."""
+    inner, kept, whole, varying = _looked(bench)
+    if not whole.reasons:
+        return inner, kept, Proposal(())
+
+    def again(refused: Collection[str]) -> Proposal:
+        return propose(whole, refused=refused, training=True)
+
+    return inner, kept, proven_in_steps(bench, again, varying)
+
+
+def _looked(bench: TrainBench) -> tuple[Tour, list[Reason], Tour, set[str]]:
+    """The network's tour, reasons that outlive a step, the whole forward's tour, and the pieces whose shapes follow the batch."""
     subject = bench.build()
     given: list[tuple[Any, ...]] = []
 
@@ -51,9 +63,9 @@ def look(bench: TrainBench) -> tuple[Tour, list[Reason], Proposal]:
             tour(lambda *batch: _forward(bench, subject, batch), bench.args(probe), subject.module, certifies=bench.engine.certifies)
             for probe in "AB"
         )
-    varying = _shapes(whole).items() ^ _shapes(other).items()
+    varying = {piece for piece, _ in _shapes(whole).items() ^ _shapes(other).items()}
     inner = replace(inner, reasons=tuple(_placed(subject, reason) for reason in inner.reasons))
-    return inner, kept, propose(whole, refused=[piece for piece, _ in varying], training=True) if whole.reasons else Proposal(())
+    return inner, kept, whole, varying
 
 
 def _placed(subject: TrainSubject, reason: Reason) -> Reason:
