@@ -4,8 +4,8 @@ The first steps of a signature run eagerly and tell how the gradients of the out
 pair per signature and layout of those gradients. Loss, optimizer, scaler, clipping and averages stay the caller's.
 
 What it does not do: it keeps no second set of activations (a forward whose predecessor still waits for its backward runs eagerly), it
-does not see a weight, or a tensor of the step, that both the network and the eager rest use (its gradients add up in another order), and it
-captures nothing in distributed runs.
+does not see a weight, or a tensor of the step, that both the network and the eager rest use (its gradients add up in another order),
+and it captures nothing in distributed runs.
 """
 
 from __future__ import annotations
