@@ -197,22 +197,12 @@ def _captured(module: nn.Module, paths: Sequence[str], clock: Clock) -> Iterator
     """Within it each piece runs under graphs of its own, which are returned by path."""
     made: dict[str, TrainGraphs] = {}
     with ExitStack() as stack:
-        for path in paths:
-            owner, name = _placed(module, path)
-            made[path] = TrainGraphs(_Region(owner, name), threshold=1, log=lambda line: None)
-            stack.enter_context(replaced(owner, name, _timed(made[path], clock)))
-            stack.callback(made[path].release)
+        for piece in Seam(tuple(paths)).bind(module).pieces:
+            graphs = TrainGraphs(_Region(piece.owner, piece.name), threshold=1, log=lambda line: None)
+            made[piece.path] = graphs
+            stack.enter_context(replaced(piece.owner, piece.name, _timed(graphs, clock)))
+            stack.callback(graphs.release)
         yield made
-
-
-def _placed(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The owner of a piece and the name of its method, as a Seam finds them."""
-    *steps, last = path.split(".")
-    owner: Any = module
-    for step in steps:
-        owner = getattr(owner, step)
-    target = getattr(owner, last) if last else module
-    return (target, "forward") if isinstance(target, nn.Module) else (owner, last)
 
 
 def _timed(graphs: TrainGraphs, clock: Clock) -> Callable[..., Any]:
