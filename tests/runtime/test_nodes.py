@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,12 +43,13 @@ class Graph:
     def instantiate(self) -> None:
         self.exec = dict(self.work), set(self.edges)
 
-    def replay(self) -> None:
+    def replay(self, choose: Callable[..., int] = max) -> None:
+        """``choose``: which of the nodes that may run comes next."""
         assert self.exec is not None
         work, edges = self.exec
         left = dict(work)
         while left:
-            node = max(n for n in left if not any(b in left for b, a in edges if a == n))
+            node = choose(n for n in left if not any(b in left for b, a in edges if a == n))
             step = left.pop(node)
             if callable(step):
                 step()
@@ -186,25 +188,15 @@ def test_a_result_alone_comes_out_alone(runtime: Runtime) -> None:
 def test_without_their_edges_copies_come_at_the_wrong_time(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     if lost == "before":
         monkeypatch.setattr(runtime, "depend", lambda *_: None)
-        monkeypatch.setattr(Graph, "replay", _eldest_first)
+        monkeypatch.setattr(Graph, "replay", functools.partialmethod(Graph.replay, min))
     else:
         monkeypatch.setattr(runtime, "ends", lambda graph: [])
     entry = entry_of(runtime, drawn(0), several)
     assert not equal(entry.replay(drawn(1)), several(*drawn(1)))
 
 
-def _eldest_first(graph: Graph) -> None:
-    assert graph.exec is not None
-    work, edges = graph.exec
-    left = dict(work)
-    while left:
-        node = min(n for n in left if not any(b in left for b, a in edges if a == n))
-        step = left.pop(node)
-        _ = step() if callable(step) else ctypes.memmove(*step)
-
-
 def test_an_order_from_the_eldest_is_as_good_while_the_edges_are_there(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Graph, "replay", _eldest_first)
+    monkeypatch.setattr(Graph, "replay", functools.partialmethod(Graph.replay, min))
     entry = entry_of(runtime, drawn(0), several)
     assert equal(entry.replay(drawn(1)), several(*drawn(1)))
 
