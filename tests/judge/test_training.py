@@ -256,6 +256,23 @@ def test_a_manager_that_raises_in_the_middle_of_a_run_is_wrong() -> None:
     assert "no other shape" in found.detail
 
 
+def test_the_first_walk_of_a_process_is_not_kept() -> None:
+    """What runs otherwise the first time it meets a shape is no arm's fault: TorchScript is like that on a GPU."""
+    met: set[int] = set()
+
+    class Compiles(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            if len(x) not in met:
+                met.add(len(x))
+                return out * (1 + 2.0**-10)
+            return out
+
+    outcome = outcome_of(of(Compiles))
+    assert outcome.training["class"] == "exact", outcome
+    assert met == {6, 5}
+
+
 def test_a_switch_in_the_middle_of_a_run() -> None:
     class Branch(Net):
         late = False

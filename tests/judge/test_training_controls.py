@@ -13,10 +13,11 @@ from parity.judge import training
 from parity.judge.bits import bundle
 from parity.judge.judging import judge
 from parity.judge.outcome import CAUSES, CLASSES, TRAINING_CHECKS
-from parity.judge.train import proving, sides
+from parity.judge.train import comparison, proving
 from parity.judge.train import walk as training_walk
+from parity.judge.train.comparison import Comparison
 from parity.judge.train.quorum import Varying
-from parity.judge.train.sides import ArmSide, Comparison
+from parity.judge.train.sides import ArmSide
 from parity.judge.train.step import Left
 from parity.judge.train.trajectory import Travelled
 from parity.judge.verdict import Verdict, as_expected, verdict_of
@@ -107,7 +108,7 @@ def without(*parts: str) -> Callable[[pytest.MonkeyPatch], None]:
     """Parts of a step that nobody looks at, in one step and over several."""
 
     def sabotage(patch: pytest.MonkeyPatch) -> None:
-        compared = sides.compared
+        compared = comparison.compared
 
         def blind(*runs: Any, **more: Any) -> Comparison:
             result = compared(*runs, **more)
@@ -204,7 +205,7 @@ def test_counts_of_steps_are_never_put_down_to_random_numbers() -> None:
     from parity.judge.train.causes import lasting
 
     def apart(a: Any, b: Any) -> Varying:
-        (found,) = sides.varying([bundle([("t", a)])], [bundle([("t", b)])])
+        (found,) = comparison.varying([bundle([("t", a)])], [bundle([("t", b)])])
         return found
 
     whole, real = apart(torch.tensor(1), torch.tensor(2)), apart(torch.tensor(1.0), torch.tensor(2.0))

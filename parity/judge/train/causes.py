@@ -11,7 +11,7 @@ from torch import Tensor
 from parity.judge.bits import Difference, difference
 from parity.judge.diagnose import Finding, diagnose
 from parity.judge.outcome import Check
-from parity.judge.train.sides import Found, Run
+from parity.judge.train.comparison import Found, Run
 from parity.judge.train.step import TrainBench, mixed
 from parity.rows.family import Subject
 

@@ -71,6 +71,7 @@ class Journey:
         """Where the arm ended under ``conditions``; what eager has otherwise there; what eager has otherwise the next time, looked at
         only where the arm differs."""
         side, lasting = self.side, set(conditions) - {ALIGNED}
+        self.eager.rehearse(lasting)
         try:
             with side.watch.entered(), self.bench.around(), draws.applied(settings_of(conditions)):
                 arm = side.ready()
@@ -78,8 +79,7 @@ class Journey:
                 end = travel(self.bench, side.subject, arm, twist=PLAIN, **more)
         except (MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # eager walks the same way without one: see below
-            self.eager.travelled(lasting, (), 1)
+        except Exception as error:  # the rehearsal was without one
             why = explain(error, None)
             raise ArmFailed(Check("trajectory", "failed", f"a step raised {why.message}", why.cause, why.where)) from None
         expected = self.eager.travelled(lasting, end.replayed, 1)[0]

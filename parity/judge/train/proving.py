@@ -14,7 +14,8 @@ from parity.judge.counterfactual.draws import FIXED
 from parity.judge.counterfactual.noise import NoisyOp
 from parity.judge.counterfactual.search import Proof, Search, Trial, search
 from parity.judge.train.causes import lasting
-from parity.judge.train.sides import ALIGNED, PLAIN, ArmFailed, ArmSide, Comparison, EagerSide, Found, Run, compared, settings_of
+from parity.judge.train.comparison import Comparison, Found, Run, compared
+from parity.judge.train.sides import ALIGNED, PLAIN, ArmFailed, ArmSide, EagerSide, settings_of
 from parity.judge.train.step import TrainBench, run_step
 
 QUORUM = 4

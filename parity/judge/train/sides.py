@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from parity.judge import census
-from parity.judge.bits import Difference, differences
 from parity.judge.counterfactual import draws
 from parity.judge.counterfactual.conditions import CONDITIONS, EagerTwist
 from parity.judge.counterfactual.draws import FIXED
@@ -18,8 +17,7 @@ from parity.judge.counterfactual.noise import NoisyOp, noisy_ops
 from parity.judge.outcome import Check
 from parity.judge.subject import BrokenRow, blamed
 from parity.judge.train.arms import ARMS, TrainArm
-from parity.judge.train.quorum import Varying, varying
-from parity.judge.train.sort import KINDS, kind_of
+from parity.judge.train.comparison import Run
 from parity.judge.train.step import Left, State, TrainBench, mixed, run_step, run_steps
 from parity.judge.train.trajectory import Travelled, travel
 from parity.judge.watch import Watch
@@ -28,9 +26,6 @@ from parity.runtime.errors import StaleGraph
 from parity.runtime.fresh import changed, memory
 from parity.runtime.refusal import explain
 
-Run = list[Left]
-Found = tuple[int, str, Varying]
-"""Step, part, and a tensor of it that is not the same in all runs."""
 PLAIN = EagerTwist()
 ALIGNED = "rng-aligned"
 _KINDS = {c.name: c.kind for c in CONDITIONS} | {FIXED: "both"}
@@ -61,6 +56,7 @@ class Remembered:
     travelled: dict[tuple[tuple[str, ...], tuple[bool, ...]], list[Travelled]] = field(default_factory=dict)
     changes: str = ""
     ops: list[NoisyOp] | None = None
+    rehearsed: set[tuple[str, ...]] = field(default_factory=set)
 
 
 class EagerSide:
@@ -128,21 +124,34 @@ class EagerSide:
                 self.remembered.ops = noisy_ops(forward, subject.network)
         return self.remembered.ops
 
+    def rehearse(self, names: Iterable[str]) -> None:
+        """A trajectory under the settings among ``names`` that nobody looks at, before any that counts, an arm's or eager's: what a
+        process runs for the first time, of another shape say, it may run otherwise than later (TorchScript compiles for the shapes it
+        has seen)."""
+        settings = settings_of(names)
+        if settings not in self.remembered.rehearsed:
+            self._travel(settings, ())
+            self.remembered.rehearsed.add(settings)
+
     def travelled(self, names: Iterable[str], replayed: tuple[bool, ...], count: int) -> list[Travelled]:
         """``count`` trajectories under the conditions ``names``, each on a subject of its own where it changes midway. ``replayed``: by
         the arm that is compared, of each forward."""
         key = tuple(sorted(names))
         found = self.remembered.travelled.setdefault((key, replayed), [])
-        twist = draws.twist(key)
-        more: dict[str, Any] = {"cache": twist.autocast_cache, "twist": twist, "replayed": replayed}
         while len(found) < count:
-            subject, state = self._ready()
-            state.restore()
-            with self.bench.around(), draws.applied(key), blamed(lambda: "the eager trajectory"):
-                found.append(travel(self.bench, subject, subject.network, changed=_nothing, replays=int, **more))
-            if subject.switch is not None:
-                self._built = None
+            found.append(self._travel(key, replayed))
         return found[:count]
+
+    def _travel(self, names: tuple[str, ...], replayed: tuple[bool, ...]) -> Travelled:
+        twist = draws.twist(names)
+        more: dict[str, Any] = {"cache": twist.autocast_cache, "twist": twist, "replayed": replayed}
+        subject, state = self._ready()
+        state.restore()
+        with self.bench.around(), draws.applied(names), blamed(lambda: "the eager trajectory"):
+            end = travel(self.bench, subject, subject.network, changed=_nothing, replays=int, **more)
+        if subject.switch is not None:
+            self._built = None
+        return end
 
 
 def _plain(subject: TrainSubject) -> dict[str, Any]:
@@ -250,48 +259,3 @@ class ArmSide:
             made = self.run()
             found.append(interned(made, found[0]) if found else made)
         return found
-
-
-@dataclass
-class Comparison:
-    """Several runs of an arm beside several of eager. ``found``: all that is not exact; ``total``,
-    ``gradients``: how many tensors there are (generators are none), and gradients of the first batch."""
-
-    found: list[Found] = field(default_factory=list)
-    total: int = 0
-    gradients: int = 0
-
-    @property
-    def exact(self) -> bool:
-        return not self.found
-
-    @property
-    def differing_gradients(self) -> int:
-        """Of the first batch."""
-        return sum(step == 0 and part == "gradients" for step, part, _ in self.found)
-
-    @property
-    def sorting(self) -> dict[str, int]:
-        kinds = [kind_of(tensor) for _, part, tensor in self.found if part != "rng"]
-        return {kind: kinds.count(kind) + (self.total - len(kinds)) * (kind == "exact") for kind in KINDS}
-
-    @property
-    def differences(self) -> list[tuple[str, Difference]]:
-        """(part, difference) of what the arm does not have as eager's first run has it."""
-        told = [(part, tensor.path, *tensor.look()) for _, part, tensor in self.found if tensor.look is not None]
-        found = differences([pair for _, *pair in told])  # type: ignore[misc]
-        return [(part, apart) for (part, *_), apart in zip(told, found, strict=True) if apart is not None]
-
-
-def compared(eager: Sequence[Run], arm: Sequence[Run], *, measured: bool = False) -> Comparison:
-    """Every tensor of every step; with no runs of an arm, eager beside itself. ``measured``: so that it can be sorted."""
-    result = Comparison()
-    for step, first in enumerate(eager[0]):
-        for part, _ in first.parts():
-            mine = [getattr(run[step], part) for run in eager]
-            theirs = [getattr(run[step], part) for run in arm]
-            there = [any(kind is not None for kind in kinds) for kinds in zip(*(b.kinds for b in (*mine, *theirs)), strict=False)]
-            result.total += sum(there) * (part != "rng")
-            result.gradients += sum(there) * (part == "gradients" and step == 0)
-            result.found += [(step, part, tensor) for tensor in varying(mine, theirs, measured=measured)]
-    return result

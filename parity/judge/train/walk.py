@@ -16,18 +16,10 @@ from parity.judge.counterfactual.search import Proof, Search, class_of
 from parity.judge.outcome import TRAINING_CHECKS, Check, Outcome
 from parity.judge.subject import BrokenRow
 from parity.judge.train.causes import cause_of, failure, traced_cause
+from parity.judge.train.comparison import Comparison, Found, Run, compared
 from parity.judge.train.journey import Journey
 from parity.judge.train.proving import ARM_RUNS, QUORUM, Proving
-from parity.judge.train.sides import (
-    ArmFailed,
-    ArmSide,
-    Comparison,
-    EagerSide,
-    Found,
-    Run,
-    Vacuous,
-    compared,
-)
+from parity.judge.train.sides import ArmFailed, ArmSide, EagerSide, Vacuous
 from parity.judge.train.sort import LEVEL, joint_p_value
 from parity.judge.train.step import TrainBench, probes
 
