@@ -21,6 +21,7 @@ from parity.rows.family import Family
 from parity.rows.row import Row
 from parity.rows.training import Training
 
+EMULATED = "runtime/emulated/"
 NOT_JUDGED = frozenset({"unavailable", "crashed", "timed_out", "out_of_memory"})
 
 
@@ -109,16 +110,18 @@ def fingerprint(family: Family | Training) -> str:
 
 
 @functools.cache
-def judge_fingerprint(mode: str, package: Path = Path(str(_outcome.__file__)).parents[1]) -> str:
-    """Hash of the code that decides a verdict of that mode: its protocol, ``judge/<mode>.py``, and every module of ours that it
-    imports, however deep. Code that only the other mode's judge imports does not count.
+def judge_fingerprint(mode: str, engine: str, package: Path = Path(str(_outcome.__file__)).parents[1]) -> str:
+    """Hash of the code that decides a verdict of that mode and engine: its protocol, ``judge/<mode>.py``, and every module of ours that
+    it imports, however deep. Code that only the other mode's judge imports does not count, nor does the emulated device where there was
+    a real one.
     """
-    return sources_hash(package, imported(package, f"judge/{mode}.py"))
+    files = imported(package, f"judge/{mode}.py")
+    return sources_hash(package, files if engine == "emulated" else {f for f in files if not f.startswith(EMULATED)})
 
 
 def study_fingerprint() -> str:
     """The same of the code that studies a refused row (``judge/explain/study.py``): where it changed, another look may tell more."""
-    return judge_fingerprint("explain/study")
+    return judge_fingerprint("explain/study", "emulated")
 
 
 def imported(package: Path, start: str) -> set[str]:
@@ -169,7 +172,7 @@ def stale(record: Mapping[str, Any], fingerprint: str, zoo_version: str, protoco
     now = {
         "protocol": protocol,
         "fingerprint": fingerprint,
-        "judge": judge or judge_fingerprint(record["mode"]),
+        "judge": judge or judge_fingerprint(record["mode"], record["engine"]),
         "zoo_version": zoo_version,
     }
     said = {

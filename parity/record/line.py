@@ -143,7 +143,7 @@ def record_of(
         "seconds_phases": data["seconds"],
         "command": command,
         "protocol": PROTOCOL,
-        "judge": judge_fingerprint(row.mode),
+        "judge": judge_fingerprint(row.mode, engine),
         "fingerprint": fingerprint(family),
         "zoo_version": zoo_version,
         "recorded": recorded or datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -203,7 +203,11 @@ def _validate(record: Record) -> None:
     stored, derived = verdict(record), verdict_of(outcome, record["engine"])
     if stored != derived:
         told = [f"{n} {getattr(stored, n)!r} where the checks give {getattr(derived, n)!r}" for n in _differing(stored, derived)]
-        reason = "edited by hand" if record["judge"] == judge_fingerprint(row.mode) else "edited by hand, or of another judge"
+        reason = (
+            "edited by hand"
+            if record["judge"] == judge_fingerprint(row.mode, record["engine"])
+            else "edited by hand, or of another judge"
+        )
         raise ValueError(f"{reason}: it says {', '.join(told)}")
 
 

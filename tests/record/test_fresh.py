@@ -95,9 +95,10 @@ def test_the_source_of_the_builder_counts(tmp_path):
 
 def test_a_fingerprint_is_the_same_in_another_process():
     names = f"from {records.__name__} import YOLO9; from parity.record.fresh import *; from parity.rows.row import MODES"
-    code = f"import sys; sys.path[:] = {sys.path!r}; {names}; print(fingerprint(YOLO9), *map(judge_fingerprint, MODES))"
+    asked = "print(fingerprint(YOLO9), *(judge_fingerprint(mode, 'cuda') for mode in MODES))"
+    code = f"import sys; sys.path[:] = {sys.path!r}; {names}; {asked}"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"})
-    assert told.stdout.split() == [fingerprint(YOLO9), *map(judge_fingerprint, MODES)]
+    assert told.stdout.split() == [fingerprint(YOLO9), *(judge_fingerprint(mode, "cuda") for mode in MODES)]
 
 
 def test_every_source_counts_by_name_and_code(tmp_path):
@@ -142,7 +143,9 @@ def _prints(folder: Path, **edits: str) -> dict[str, str]:
         path = folder / "small" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return {mode: judge_fingerprint(mode, folder / "small") for mode in MODES}
+    return {
+        f"{mode} on {engine}": judge_fingerprint(mode, engine, folder / "small") for mode in MODES for engine in ("cuda", "emulated")
+    }
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,19 @@ def _prints(folder: Path, **edits: str) -> dict[str, str]:
 )
 def test_a_change_of_one_modes_judge_leaves_the_evidence_of_the_other_fresh(tmp_path, edits, stale):
     base, edited = _prints(tmp_path / "base"), _prints(tmp_path / "edited", **edits)
-    assert tuple(mode for mode in MODES if edited[mode] != base[mode]) == stale
+    changed = [name.split(" on ") for name in base if edited[name] != base[name]]
+    assert tuple(dict.fromkeys(mode for mode, _ in changed)) == stale
+    assert [engine for _, engine in changed] == ["cuda", "emulated"] * len(stale)
+
+
+def test_what_emulates_a_device_does_not_touch_the_evidence_of_a_real_one(tmp_path):
+    asks = {
+        "runtime__engine": "def engine(): from small.runtime.emulated import device",
+        "judge__bits": "from small.runtime import engine",
+    }
+    base = _prints(tmp_path / "base", runtime__emulated__device="", **asks)
+    edited = _prints(tmp_path / "edited", runtime__emulated__device="x = 1", **asks)
+    assert [name for name in base if edited[name] != base[name]] == ["inference on emulated", "training on emulated"]
 
 
 def test_what_training_alone_needs_does_not_touch_the_evidence_of_inference(tmp_path):
@@ -176,7 +191,7 @@ def test_what_training_alone_needs_does_not_touch_the_evidence_of_inference(tmp_
     for name in alone:
         with (copies[1] / name).open("a") as file:
             file.write("\nadded = 1\n")
-    prints = [{mode: judge_fingerprint(mode, copy) for mode in MODES} for copy in copies]
+    prints = [{mode: judge_fingerprint(mode, "cuda", copy) for mode in MODES} for copy in copies]
     assert prints[0]["inference"] == prints[1]["inference"]
     assert prints[0]["training"] != prints[1]["training"]
 
@@ -184,7 +199,7 @@ def test_what_training_alone_needs_does_not_touch_the_evidence_of_inference(tmp_
 def test_evidence_is_stale_by_the_judge_of_its_own_mode(monkeypatch):
     entries = [record(), trained()]
     real = judge_fingerprint
-    monkeypatch.setattr(fresh, "judge_fingerprint", lambda mode: "0" * 16 if mode == "training" else real(mode))
+    monkeypatch.setattr(fresh, "judge_fingerprint", lambda mode, engine: "0" * 16 if mode == "training" else real(mode, engine))
     reasons = [stale(entry, entry["fingerprint"], entry["zoo_version"]) for entry in entries]
     assert reasons[0] == ""
     assert "the judge or the runtime changed" in reasons[1]
