@@ -90,6 +90,9 @@ def parts_of(runner: GraphRunner, x: torch.Tensor) -> Calls:
     if copies is None or not copies.takes:
         parts["copy in"] = lambda: entry.intake.fill((x,))
     parts["replay"] = entry.graph.replay
+    if copies is not None and copies.numbered:
+        stream = torch.cuda.current_stream().cuda_stream
+        parts["launch"] = lambda: copies.launch(stream)
     if copies is None or not copies.gives:
         parts["copy out"] = lambda: entry.outlet.hand_out((x,))
     return parts
@@ -128,7 +131,9 @@ def nodes(runner: GraphRunner) -> str:
     """Which copies are nodes of the graph."""
     copies = runner.entries()[0].copies
     sides = [] if copies is None else [side for side, are in (("in", copies.takes), ("out", copies.gives)) if are]
-    return f"copies {' and '.join(sides)} are nodes of the graph" if sides else "copies beside the graph"
+    if copies is None or not sides:
+        return "copies beside the graph"
+    return f"copies {' and '.join(sides)} are nodes of the graph, executable {'twice' if copies.numbered else 'once'}"
 
 
 def upstreams(forward: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What an arm really captured and replayed: counted at torch's own CUDAGraph, never taken from the arm's word."""
+"""What an arm really captured and replayed: counted where graphs are captured and launched, never taken from the arm's word."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.runtime.cudart import Cudart
+
 
 class Watch:
-    """Counts captures and replays while entered, and keeps the graphs captured. ``profiler``: a context manager factory entered
-    around the first capture (kernels that execute while it lasts are not in the graph), or None. ``around_replay``: entered
-    around every replay."""
+    """Counts captures and replays (torch's, and what the runtime launches) while entered, and keeps the graphs captured. ``profiler``:
+    a context manager factory entered around the first capture (kernels that execute while it lasts are not in the graph), or None.
+    ``around_replay``: entered around every replay."""
 
     def __init__(self, profiler: Any = None) -> None:
         self.captures = 0
@@ -27,7 +29,7 @@ class Watch:
     @contextmanager
     def entered(self) -> Iterator[Watch]:
         kind: Any = torch.cuda.CUDAGraph
-        begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+        begin, end, replay, launch = kind.capture_begin, kind.capture_end, kind.replay, Cudart.launch
         open_profilers: dict[int, Any] = {}
         watch = self
 
@@ -59,11 +61,18 @@ class Watch:
             with watch.around_replay():
                 replay(graph)
 
+        def counted_launch(self: Cudart, executable: int, stream: int) -> None:
+            watch.replays += 1
+            with watch.around_replay():
+                launch(self, executable, stream)
+
         kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, counted_replay
+        Cudart.launch = counted_launch  # type: ignore[method-assign]
         try:
             yield self
         finally:
             kind.capture_begin, kind.capture_end, kind.replay = begin, end, replay
+            Cudart.launch = launch  # type: ignore[method-assign]
 
     def forget(self) -> None:
         self.graphs.clear()

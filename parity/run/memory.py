@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Final
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
-_KEPT: Final = 2**31 - 1
+_KEPT: Final = -1
+"""More than any size, as mallopt reads it: nothing is trimmed by itself."""
 _STEP: Final = 2**26
 
 

@@ -17,9 +17,11 @@ from parity.runtime.errors import ParityError
 
 _LOG = logging.getLogger("parity.runtime")
 DEVICE_TO_DEVICE: Final = 3
-_UNFIT: Final = frozenset({1, 801, 910})
-"""cudaErrorInvalidValue, cudaErrorNotSupported, cudaErrorGraphExecUpdateFailure: CUDA does not take these nodes or this memory, and
-nothing else is wrong."""
+_UNFIT: Final = frozenset({1, 2, 801, 910})
+"""cudaErrorInvalidValue, cudaErrorMemoryAllocation, cudaErrorNotSupported, cudaErrorGraphExecUpdateFailure: CUDA does not take these
+nodes or this memory, or has no room for them, and nothing else is wrong."""
+_AUTO_FREE: Final = 1
+"""cudaGraphInstantiateFlagAutoFreeOnLaunch, with which torch instantiates its own."""
 
 
 class CudaError(ParityError, RuntimeError):
@@ -58,6 +60,9 @@ class Cudart:
         self._depend = function("cudaGraphAddDependencies" + suffix, pointer, pointer, pointer, pointer, size)
         self._add = function("cudaGraphAddMemcpyNode1D", pointer, pointer, pointer, size, pointer, pointer, size, number)
         self._destroy = function("cudaGraphDestroyNode", pointer)
+        self._instantiate = function("cudaGraphInstantiateWithFlags", pointer, pointer, ctypes.c_ulonglong)
+        self._launch = function("cudaGraphLaunch", pointer, pointer)
+        self._end = function("cudaGraphExecDestroy", pointer)
         self._forget = function("cudaGetLastError")
         self._words = function("cudaGetErrorString", number)
         self._words.restype = ctypes.c_char_p
@@ -107,6 +112,22 @@ class Cudart:
 
     def depend(self, graph: int, before: Sequence[int], after: Sequence[int]) -> None:
         self.check("an edge of a graph", self._depend(graph, self._array(before), self._array(after), None, len(after)))
+
+    def instantiate(self, graph: int) -> int:
+        """An executable graph, for ``end`` to end."""
+        executable = self._ctypes.c_void_p()
+        self.check("another executable graph", self._instantiate(self._ctypes.byref(executable), graph, _AUTO_FREE))
+        return int(executable.value or 0)
+
+    def launch(self, executable: int, stream: int) -> None:
+        if code := self._launch(executable, stream):
+            self.check("the launch of a graph", code, spare=False)
+
+    def end(self, executable: int) -> None:
+        """Frees an executable graph once it does not run any more. An error that CUDA reports here is one of earlier launches, whose
+        owners hear of it."""
+        if self._end(executable):
+            self._forget()
 
     def destroy(self, node: int) -> None:
         self.check("taking a node out of a graph", self._destroy(node), spare=False)

@@ -60,13 +60,15 @@ class Pool:
             self._stream = torch.cuda.Stream()
         return self._stream
 
-    def begin(self) -> None:
-        """Takes the pool, and makes the current stream wait for whatever was replayed from it on others. Raises StreamCaptured, with
-        the pool not taken."""
+    def begin(self) -> Any:
+        """Takes the pool, makes the current stream wait for whatever was replayed from it on others, and returns what that stream is
+        told by: CUDA's own number, where torch has it. Raises StreamCaptured, with the pool not taken."""
         self.lock.acquire()
         try:
-            if self._number is None or self._current(self.device) != self._number:
+            number = self._current(self.device)
+            if self._number is None or number != self._number:
                 self._change()
+            return number
         except BaseException:
             self.lock.release()
             raise

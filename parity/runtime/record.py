@@ -63,29 +63,32 @@ class Entry:
 
         The current device does not matter: copies run where their tensors lie, a replay where the graph was captured, and each on the
         stream that is current there."""
-        self.pool.begin()
+        stream = self.pool.begin()
         try:
-            fresh = self._told(leaves) if self.copies is not None else ()
-            if self.copies is None or not self.copies.takes:
+            fresh: Sequence[Tensor] = ()
+            if (copies := self.copies) is not None:
+                try:
+                    fresh = copies.tell(leaves)
+                except Unfit as reason:
+                    self._withdraw(copies, reason)
+                    copies = None
+            if copies is None or not copies.takes:
                 self.intake.fill(leaves)
-            self.graph.replay()
+            if copies is None or not copies.numbered:
+                self.graph.replay()
+            else:
+                copies.launch(stream)
             self.replays += 1
-            return self.outlet.hand_out(leaves, fresh) if fresh else self.outlet.hand_out(leaves)
+            return self.outlet.hand_out(leaves, fresh)
         finally:
             self.pool.end()
 
-    def _told(self, leaves: Any) -> Sequence[Tensor]:
-        """Fresh results, which the next launch writes to; none where copies stay beside the graph, which they do for good once CUDA
-        does not take the memory of a call."""
-        assert self.copies is not None
-        try:
-            return self.copies.tell(leaves)
-        except Unfit as reason:
-            _LOG.info("cuda_graph: copies go beside their graph: %s", reason)
-            self.pool.settle()
-            self.copies.withdraw()
-            self.copies = None
-            return ()
+    def _withdraw(self, copies: nodes.Copies, reason: Unfit) -> None:
+        """Copies go beside the graph for good, once CUDA does not take the memory of a call."""
+        _LOG.info("cuda_graph: copies go beside their graph: %s", reason)
+        self.pool.settle()
+        copies.withdraw()
+        self.copies = None
 
 
 class CaptureFailed(CaptureRefused):
@@ -199,6 +202,7 @@ def _record(
             for _ in range(warmup - 1):
                 call()
             traced = trace(call, intake.leaves, module)
+            drawn = rng.drawn(streams)
     finally:
         before.wait_stream(stream)
         rng.restore(streams)
@@ -217,7 +221,7 @@ def _record(
         ):
             result = call()
         outlet = Outlet(result, intake.leaves, clone)
-        copies = _copies(runtime, graph, intake.pieces(), outlet.pieces(known), leaves) if runtime is not None else None
+        copies = _copies(runtime, graph, intake.pieces(), outlet.pieces(known), leaves, not drawn) if runtime is not None else None
     if any(isinstance(x, Tensor) and not on_device(x) for x in tree.flatten(result)[0]):
         raise CaptureRefused("host-state", "an output is a host tensor: every replay would hand out the one made at capture")
     if derived is not None:
@@ -233,12 +237,12 @@ def _elsewhere(result: Any, intake: Intake) -> set[int]:
 
 
 def _copies(
-    runtime: Cudart, graph: Any, incoming: list[tuple[int, Tensor]], outgoing: list[Tensor], leaves: list[Any]
+    runtime: Cudart, graph: Any, incoming: list[tuple[int, Tensor]], outgoing: list[Tensor], leaves: list[Any], twice: bool
 ) -> nodes.Copies | None:
     """Instantiates a kept graph, with copies as nodes of it where CUDA takes them. Raises CudaError."""
     if all(x.is_cuda for x in outgoing) and (incoming or outgoing):
         try:
-            return nodes.Copies(runtime, graph, incoming, outgoing, leaves)
+            return nodes.Copies(runtime, graph, incoming, outgoing, leaves, twice)
         except Unfit as reason:
             _LOG.info("cuda_graph: copies stay beside their graph: %s", reason)
             return None

@@ -42,6 +42,12 @@ def save(others: Sequence[Any] = ()) -> Streams:
     )
 
 
+def drawn(streams: Streams) -> bool:
+    """Whether a device generator has moved since."""
+    moved = not torch.equal(_generator().get_state(), streams.device)
+    return moved or not all(torch.equal(generator.get_state(), state) for generator, state, _ in streams.others)
+
+
 def restore(streams: Streams) -> None:
     torch.set_rng_state(streams.host)
     _generator().set_state(streams.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from parity.judge.verdict import verdict_of
 from parity.judge.watch import Watch, live_tensors
 from parity.rows.family import Family
 from parity.rows.row import Row
+from parity.runtime.cudart import Cudart
 from parity.runtime.engine import Engine, engine
 
 from .judging import ENGINE, Scale, catalogue_of, inputs, outcome_of, subject
@@ -181,6 +183,26 @@ def test_captures_and_replays_are_counted_at_torchs_own_graph(emulated: Engine) 
     graph.replay()
     assert watch.replays == 2
     assert watch.graphs == [graph]
+
+
+def test_what_the_runtime_launches_by_number_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    monkeypatch.setattr(Cudart, "launch", lambda self, executable, stream: order.append((executable, stream)))
+    plain, runtime = Cudart.launch, object.__new__(Cudart)
+    watch = Watch()
+    with watch.entered():
+        watch.around_replay = lambda: bracketed(order)
+        runtime.launch(5, 7)
+    assert watch.replays == 1
+    assert order == ["before", (5, 7), "behind"]
+    assert Cudart.launch is plain
+
+
+@contextmanager
+def bracketed(order: list[Any]) -> Iterator[None]:
+    order.append("before")
+    yield
+    order.append("behind")
 
 
 def test_live_tensors_are_found_and_dead_ones_are_not() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,25 @@ from parity.runtime.state import same_bits
 
 INVALID = 1
 ILLEGAL_ADDRESS = 700
+OUT_OF_MEMORY = 2
+STREAM = 77
+
+
+class Exec:
+    """What a launch runs: a copy of a graph. ``choose``: which of the nodes that may run comes next."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.work, self.edges = dict(graph.work), set(graph.edges)
+
+    def launch(self, choose: Callable[..., int] = max) -> None:
+        left = dict(self.work)
+        while left:
+            node = choose(n for n in left if not any(b in left for b, a in self.edges if a == n))
+            step = left.pop(node)
+            if callable(step):
+                step()
+            else:
+                ctypes.memmove(*step)
 
 
 class Graph:
@@ -32,29 +52,22 @@ class Graph:
     def __init__(self, *region: Callable[[], Any]) -> None:
         self.work: dict[int, Any] = {i + 1: step for i, step in enumerate(region)}
         self.edges = {(i, i + 1) for i in range(1, len(region))}
-        self.exec: tuple[dict[int, Any], set[tuple[int, int]]] | None = None
+        self.exec: Exec | None = None
+        self.replays = 0
 
     def raw_cuda_graph(self) -> Any:
         return self
 
     def raw_cuda_graph_exec(self) -> Any:
-        return self
+        return self.exec
 
     def instantiate(self) -> None:
-        self.exec = dict(self.work), set(self.edges)
+        self.exec = Exec(self)
 
-    def replay(self, choose: Callable[..., int] = max) -> None:
-        """``choose``: which of the nodes that may run comes next."""
+    def replay(self) -> None:
         assert self.exec is not None
-        work, edges = self.exec
-        left = dict(work)
-        while left:
-            node = choose(n for n in left if not any(b in left for b, a in edges if a == n))
-            step = left.pop(node)
-            if callable(step):
-                step()
-            else:
-                ctypes.memmove(*step)
+        self.replays += 1
+        self.exec.launch()
 
 
 class Runtime:
@@ -66,6 +79,8 @@ class Runtime:
         self.graph: Any = None
         self.refuse: list[int] = []
         self.told = self.forgotten = 0
+        self.launched: list[Exec] = []
+        self.ended: list[Exec] = []
 
     def _forget(self) -> None:
         self.forgotten += 1
@@ -98,14 +113,25 @@ class Runtime:
         del self.graph.work[node]
         self.graph.edges = {e for e in self.graph.edges if node not in e}
 
-    def tell(self, graph: Graph, node: int, target: int, source: int, nbytes: int, kind: int) -> int:
+    def tell(self, executable: Exec, node: int, target: int, source: int, nbytes: int, kind: int) -> int:
         if code := self._code():
             return code
         assert kind == 3
-        assert graph.exec is not None
         self.told += 1
-        graph.exec[0][node] = target, source, nbytes
+        executable.work[node] = target, source, nbytes
         return 0
+
+    def instantiate(self, graph: Graph) -> Exec:
+        self.check("another executable graph", self._code())
+        return Exec(graph)
+
+    def launch(self, executable: Exec, stream: int) -> None:
+        assert stream == STREAM
+        self.launched.append(executable)
+        executable.launch()
+
+    def end(self, executable: Exec) -> None:
+        self.ended.append(executable)
 
 
 class Pool:
@@ -113,7 +139,8 @@ class Pool:
 
     settled = 0
 
-    def begin(self) -> None: ...
+    def begin(self) -> int:
+        return STREAM
 
     def end(self) -> None: ...
 
@@ -132,8 +159,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         yield Runtime()
 
 
-def entry_of(runtime: Any, leaves: list[Any], region: Callable[..., Any], clone: bool = True) -> Entry:
-    """What ``record`` makes of a region, whose graph calls it and writes over its first results."""
+def entry_of(runtime: Any, leaves: list[Any], region: Callable[..., Any], clone: bool = True, twice: bool = False) -> Entry:
+    """What ``record`` makes of a region, whose graph calls it and writes over its first results. ``twice``: it draws nothing."""
     intake = Intake(leaves)
     result = region(*intake.leaves)
     outlet = Outlet(result, intake.leaves, clone)
@@ -146,7 +173,7 @@ def entry_of(runtime: Any, leaves: list[Any], region: Callable[..., Any], clone:
                 static.copy_(new)
 
     graph = Graph(lambda: None, again, lambda: None)
-    copies = Copies(runtime, graph, intake.pieces(), outlet.pieces(set()), leaves)
+    copies = Copies(runtime, graph, intake.pieces(), outlet.pieces(set()), leaves, twice)
     return Entry(graph, intake, outlet, Pool(), Trace(None, []), None, copies=copies)  # type: ignore[arg-type]
 
 
@@ -163,8 +190,9 @@ def equal(found: Any, expected: Any) -> bool:
     return all(same_bits(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, expected, strict=True))
 
 
-def test_results_are_those_of_the_region_and_stay(runtime: Runtime) -> None:
-    entry = entry_of(runtime, drawn(0), several)
+@pytest.mark.parametrize("twice", [False, True])
+def test_results_are_those_of_the_region_and_stay(runtime: Runtime, twice: bool) -> None:
+    entry = entry_of(runtime, drawn(0), several, twice=twice)
     assert entry.copies is not None
     assert entry.copies.takes
     assert entry.copies.gives
@@ -188,7 +216,7 @@ def test_a_result_alone_comes_out_alone(runtime: Runtime) -> None:
 def test_without_their_edges_copies_come_at_the_wrong_time(runtime: Runtime, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     if lost == "before":
         monkeypatch.setattr(runtime, "depend", lambda *_: None)
-        monkeypatch.setattr(Graph, "replay", functools.partialmethod(Graph.replay, min))
+        monkeypatch.setattr(Exec, "launch", functools.partialmethod(Exec.launch, min))
     else:
         monkeypatch.setattr(runtime, "ends", lambda graph: [])
     entry = entry_of(runtime, drawn(0), several)
@@ -196,7 +224,7 @@ def test_without_their_edges_copies_come_at_the_wrong_time(runtime: Runtime, mon
 
 
 def test_an_order_from_the_eldest_is_as_good_while_the_edges_are_there(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Graph, "replay", functools.partialmethod(Graph.replay, min))
+    monkeypatch.setattr(Exec, "launch", functools.partialmethod(Exec.launch, min))
     entry = entry_of(runtime, drawn(0), several)
     assert equal(entry.replay(drawn(1)), several(*drawn(1)))
 
@@ -210,6 +238,104 @@ def test_an_address_is_told_once(runtime: Runtime) -> None:
     assert runtime.told == before + 3  # results only
     held.append(entry.replay([leaves[0].clone(), leaves[1]]))
     assert runtime.told == before + 3 + 2
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Where the next results go, one after the other, over and over."""
+    given: list[Tensor] = []
+
+    def place(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        given.append(given.pop(0))
+        return given[-1]
+
+    monkeypatch.setattr(nodes, "_empty", lambda: place)
+    return given
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, 0), (2, 0), (3, 12)])
+def test_two_executable_graphs_know_one_place_each(runtime: Runtime, places: list[Tensor], count: int, told: int) -> None:
+    places += [torch.empty(4, 4) for _ in range(count)]
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, twice=True)
+    inputs = drawn(1)
+    for _ in range(6):
+        entry.replay(inputs)
+    before = runtime.told
+    for _ in range(12):
+        inputs[0].add_(1)
+        assert same_bits(entry.replay(inputs), inputs[0] + inputs[1])
+    assert runtime.told - before == told
+    assert len(runtime.launched) == 18
+    assert len({id(e) for e in runtime.launched}) == min(count, 2)
+    graph: Any = entry.graph
+    assert graph.replays == 0
+
+
+def test_each_of_two_reads_where_the_input_lies_now(runtime: Runtime, places: list[Tensor]) -> None:
+    places += [torch.empty(4, 4), torch.empty(4, 4)]
+    entry = entry_of(runtime, drawn(0), lambda x, y: x - y, twice=True)
+    x, y = drawn(2)
+    for turn in range(9):
+        leaves = [x.clone(), y] if turn % 3 else [x, y.clone()]
+        assert same_bits(entry.replay(leaves), x - y)
+
+
+def test_one_that_believes_it_knows_gives_results_to_another(
+    runtime: Runtime, places: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the two above."""
+    places += [torch.empty(4, 4), torch.empty(4, 4)]
+    entry = entry_of(runtime, drawn(0), lambda x, y: x - y, twice=True)
+    copies: Any = entry.copies
+    entry.replay(drawn(1))
+    monkeypatch.setattr(copies, "_turn", lambda: copies._side)
+    monkeypatch.setattr(copies, "_tell", lambda *_: None)
+    assert not same_bits(entry.replay(drawn(2)), drawn(2)[0] - drawn(2)[1])
+
+
+def test_inputs_in_two_places_are_known_where_results_are_not_copied(runtime: Runtime) -> None:
+    entry = entry_of(runtime, drawn(0), lambda x, y: x * y, clone=False, twice=True)
+    calls = [drawn(1), drawn(2)]
+    for leaves in calls * 2:
+        entry.replay(leaves)
+    before = runtime.told
+    for leaves in calls * 3:
+        assert same_bits(entry.replay(leaves), leaves[0] * leaves[1])
+    assert runtime.told == before
+
+
+def test_a_region_that_draws_is_replayed_by_torch(runtime: Runtime, places: list[Tensor]) -> None:
+    places += [torch.empty(4, 4), torch.empty(4, 4)]
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, twice=False)
+    for _ in range(4):
+        entry.replay(drawn(1))
+    graph: Any = entry.graph
+    assert (graph.replays, runtime.launched) == (4, [])
+
+
+def test_no_room_for_a_second_leaves_one(runtime: Runtime, places: list[Tensor]) -> None:
+    places += [torch.empty(4, 4), torch.empty(4, 4)]
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, twice=True)
+    leaves = drawn(1)
+    runtime.refuse = [OUT_OF_MEMORY]
+    for _ in range(4):
+        assert same_bits(entry.replay(leaves), leaves[0] + leaves[1])
+    assert len({id(e) for e in runtime.launched}) == 1
+    assert not runtime.refuse
+    assert entry.copies is not None
+
+
+def test_a_second_one_ends_with_its_entry(runtime: Runtime, places: list[Tensor]) -> None:
+    places += [torch.empty(4, 4), torch.empty(4, 4)]
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, twice=True)
+    for _ in range(3):
+        entry.replay(drawn(1))
+    graph: Any = entry.graph
+    assert runtime.ended == []
+    del entry
+    gc.collect()
+    assert len(runtime.ended) == 1
+    assert runtime.ended[0] is not graph.exec  # which torch ends
 
 
 def test_an_input_given_twice_and_one_passed_on(runtime: Runtime) -> None:
@@ -280,16 +406,17 @@ def test_without_clones_only_inputs_are_nodes(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(runtime: Runtime, which: int) -> None:
-    entry = entry_of(runtime, drawn(0), lambda x, y: (x + y, x - y))
+@pytest.mark.parametrize("twice", [False, True])
+def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(runtime: Runtime, which: int, twice: bool) -> None:
+    entry = entry_of(runtime, drawn(0), lambda x, y: (x + y, x - y), twice=twice)
     graph: Any = entry.graph
     entry.replay(drawn(0))
-    runtime.refuse = [0] * which + [INVALID]
+    runtime.refuse = [0] * twice + [0] * which + [INVALID]  # a second one is made before
     assert equal(entry.replay(drawn(1)), (sum(drawn(1)), drawn(1)[0] - drawn(1)[1]))
     assert entry.copies is None
     assert runtime.forgotten == 1  # else torch would take the error for its own
     assert entry.pool.settled == 1  # type: ignore[attr-defined]
-    assert not any(isinstance(step, tuple) for step in graph.exec[0].values())
+    assert not any(isinstance(step, tuple) for step in graph.exec.work.values())
     assert equal(entry.replay(drawn(2)), (sum(drawn(2)), drawn(2)[0] - drawn(2)[1]))
 
 
@@ -308,8 +435,8 @@ def test_a_graph_that_takes_no_nodes_is_as_it_was(runtime: Runtime) -> None:
     with pytest.raises(Unfit):
         Copies(runtime, graph, intake.pieces(), [torch.ones(2)], drawn(0))  # type: ignore[arg-type]
     assert graph.exec is not None
-    assert list(graph.exec[0]) == [1]
-    assert not graph.exec[1]
+    assert list(graph.exec.work) == [1]
+    assert not graph.exec.edges
 
 
 def test_another_current_device_is_left_for_that_of_the_graph(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,8 +457,7 @@ def test_another_current_device_is_left_for_that_of_the_graph(runtime: Runtime, 
     monkeypatch.setattr(torch.cuda, "device", On)
     entry = entry_of(runtime, drawn(0), lambda x, y: x + y)
     seen, tell = [], runtime.tell
-    assert entry.copies is not None
-    entry.copies._tell = lambda *a: (seen.append(current[0]), tell(*a))[1]
+    monkeypatch.setattr(runtime, "tell", lambda *a: (seen.append(current[0]), tell(*a))[1])
     current[0] = 1
     entry.replay(drawn(1))
     assert set(seen) == {0}

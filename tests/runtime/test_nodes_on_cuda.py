@@ -106,7 +106,7 @@ def test_where_no_address_is_told_results_are_wrong(monkeypatch: pytest.MonkeyPa
     runner = GraphRunner(alone)
     runner.capture(drawn(0))
     runner(drawn(0))
-    monkeypatch.setattr(only(runner).copies, "_tell", lambda *_: 0)
+    monkeypatch.setattr(only(runner).copies, "_tell", lambda *_: None)
     kept = drawn(1)  # of another address than the first
     held = [runner(kept) for _ in range(3)]
     torch.cuda.synchronize()
@@ -176,6 +176,30 @@ def test_random_numbers_are_eagers() -> None:
     expected = [runner.region(x) for _ in range(5)]
     torch.manual_seed(7)
     assert all(equal(runner(x), e) for e in expected)
+    assert not only(runner).copies.numbered  # type: ignore[union-attr]
+
+
+def test_results_that_are_held_in_turns_are_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two executable graphs know a place each, also while both are queued."""
+    runner = GraphRunner(dense)
+    inputs = [drawn(seed) for seed in range(20)]
+    expected = [dense(x) for x in inputs]
+    kept = [tuple(torch.empty_like(t) for t in result) for result in expected]
+    x = inputs[0].clone()
+    held = runner(x)
+    for _ in range(4):
+        held = runner(x)
+    copies: Any = only(runner).copies
+    assert copies.numbered
+    assert copies._other is not None
+    monkeypatch.setattr(copies, "_tell", lambda *_: pytest.fail("an address was told"))
+    torch.cuda._sleep(20_000_000)
+    for given, copy in zip(inputs, kept, strict=True):
+        x.copy_(given)
+        held = runner(x)
+        for target, source in zip(copy, held, strict=True):
+            target.copy_(source)
+    assert all(map(equal, kept, expected))
 
 
 def test_streams_follow_each_other() -> None:
@@ -205,15 +229,15 @@ def test_beside_the_graph_results_are_the_same(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("queued", [True, False])
-def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(queued: bool) -> None:
+def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(queued: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GraphRunner(dense)
     held = [runner(drawn(seed)) for seed in range(3)]
     copies: Any = only(runner).copies
     if queued:
         torch.cuda._sleep(50_000_000)
         held.append(runner(drawn(3)))
-    real = copies._tell
-    copies._tell = lambda graph, node, target, source, nbytes, kind: real(graph, node, target, source, 0, kind)  # CUDA refuses no bytes
+    nothing = [(node, own, 0) for node, own, _ in copies._incoming]  # CUDA refuses no bytes
+    monkeypatch.setattr(copies, "_incoming", nothing)
     held += [runner(drawn(seed)) for seed in range(len(held), 8)]
     assert only(runner).copies is None
     assert all(equal(r, dense(drawn(seed))) for seed, r in enumerate(held))

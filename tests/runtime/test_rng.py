@@ -42,6 +42,18 @@ def test_what_was_drawn_is_drawn_again(stream: str) -> None:
 
 
 @pytest.mark.parametrize("stream", STREAMS)
+def test_whether_a_device_stream_has_moved_is_known(stream: str) -> None:
+    own = torch.Generator("cuda")
+    saved = rng.save([own])
+    assert not rng.drawn(saved)
+    STREAMS[stream]()
+    assert rng.drawn(saved) == (stream == "device")
+    rng.restore(saved)
+    torch.rand(3, device="cuda", generator=own)
+    assert rng.drawn(saved)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
 def test_saving_moves_nothing(stream: str) -> None:
     saved = rng.save()
     rng.save()

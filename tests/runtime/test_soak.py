@@ -241,7 +241,7 @@ def test_any_order_equals_eager() -> None:
         (record.Entry, "doubtful", lambda self: False),
         (rng, "restore", lambda streams: None),
         (record, "kept", lambda module: nullcontext()),
-        (Outlet, "hand_out", lambda self, leaves: self.leaves[0]),
+        (Outlet, "hand_out", lambda self, leaves, fresh: self.leaves[0]),
     ],
     ids=["look", "doubt", "streams", "kept", "clones"],
 )

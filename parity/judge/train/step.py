@@ -192,15 +192,29 @@ def run_step(
     """Forward, loss and backward, as a trainer has them: autocast around the loss, backward outside of it. ``call``: in place of the
     network. ``cache``: whether autocast keeps its casts of weights. Raises BrokenRow where the loss is none."""
     forward = Forward(bench, call, twist.incoming_layout)
+    loss = forward_and_backward(bench, subject, forward, batch, cache, twist, lambda loss: loss * bench.scale)
+    torch.cuda.synchronize()
+    return left(bench, subject.module, loss, forward)
+
+
+def forward_and_backward(
+    bench: TrainBench,
+    subject: TrainSubject,
+    forward: Forward,
+    batch: tuple[Any, ...],
+    cache: bool,
+    twist: EagerTwist,
+    scaled: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The loss, detached, after the backward of what ``scaled`` makes of it. Raises BrokenRow where the loss is none."""
     with mixed(bench.dtype, cache):
         loss = subject.loss(forward, *batch)
         check_loss(loss, forward)
         if twist.backward_inside_autocast:
-            (loss * bench.scale).backward()
+            scaled(loss).backward()
     if not twist.backward_inside_autocast:
-        (loss * bench.scale).backward()
-    torch.cuda.synchronize()
-    return left(bench, subject.module, loss, forward)
+        scaled(loss).backward()
+    return loss.detach()
 
 
 def mixed(dtype: torch.dtype, cache: bool) -> contextlib.AbstractContextManager[Any]:

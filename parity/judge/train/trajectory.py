@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from parity.judge.bits import Bundle, Difference, bundle
 from parity.judge.counterfactual.conditions import EagerTwist
-from parity.judge.train.step import Forward, TrainBench, check_loss, mixed, streams
+from parity.judge.train.step import Forward, TrainBench, forward_and_backward, streams
 from parity.rows.training import TrainSubject
 
 
@@ -106,7 +106,8 @@ def travel(
         batch = bench.args(micro.probe, micro.variant if bench.variant(micro.variant) else "")
         here = twist if not replayed or replayed[number] else EagerTwist()
         before = replays()
-        loss = _loss(bench, subject, Forward(bench, call, here.incoming_layout, keep=False), batch, cache, here, optimizers.scaler)
+        forward = Forward(bench, call, here.incoming_layout, keep=False)
+        loss = forward_and_backward(bench, subject, forward, batch, cache, here, optimizers.scaler.scale)
         seen.append(replays() > before)
         losses.append((f"loss {number + 1}", loss))
         if micro.update or bench.family.accumulate == 1:
@@ -123,25 +124,6 @@ def travel(
     with bench.engine.quiet(), torch.no_grad():
         finite = all(bool(x.isfinite().all()) for _, x in losses)
         return Travelled(bundle(losses), bundle(final), finite, tuple(seen))
-
-
-def _loss(
-    bench: TrainBench,
-    subject: TrainSubject,
-    forward: Forward,
-    batch: tuple[Any, ...],
-    cache: bool,
-    twist: EagerTwist,
-    scaler: Any,
-) -> Tensor:
-    with mixed(bench.dtype, cache):
-        loss = subject.loss(forward, *batch)
-        check_loss(loss, forward)
-        if twist.backward_inside_autocast:
-            scaler.scale(loss).backward()
-    if not twist.backward_inside_autocast:
-        scaler.scale(loss).backward()
-    return loss.detach()
 
 
 def _averaged(average: list[Tensor], module: nn.Module) -> None:
