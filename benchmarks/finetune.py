@@ -23,6 +23,7 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from families.libreyolo.finetune import Finetuned, train_once
+from parity.runtime import rng
 
 CASES = {"yolo9": (320, 8), "mobilenetv4": (224, 16), "segformer": (256, 8)}
 HARD = {"domedetr": (320, 4), "tinyformer": (640, 4)}
@@ -65,10 +66,13 @@ def compare(family: str, options: dict[str, Any], upstream: bool) -> tuple[list[
     print(f"  metrics {ours.metrics[-1:]}", flush=True)
     lines = [line(eager, noise, ours)]
     if upstream:
+        streams = rng.save()
         try:
             lines.append(line(eager, noise, train_once(family, "upstream", **options)))
         except Exception as error:  # the library's own failure is a result here
             lines.append([f"{family}, upstream", "", "", "", f"{type(error).__name__}: {str(error).splitlines()[0][:90]}", "", ""])
+            torch.cuda.set_stream(torch.cuda.default_stream())  # its capture may have left another
+            rng.repair(streams)  # and generators that refuse to draw
     return lines, bool(not noise and ours.differs(eager))
 
 

@@ -25,7 +25,8 @@ from torch import nn
 
 from parity.runtime import GraphRunner
 from parity.runtime.invalidation import Watch, scope
-from parity.runtime.signature import modes, quick
+from parity.runtime.signature import alike, modes, quick
+from parity.runtime.steady import steady
 
 FAMILIES = (
     ("fomo", "LibreFOMO", "point", "s", 96),
@@ -83,8 +84,10 @@ def parts_of(runner: GraphRunner, x: torch.Tensor) -> Calls:
         entry.pool.end()
 
     parts: Calls = {"modes": modes, "key": lambda: quick((x,), ()), "pool": pool, "capturing?": torch.cuda.is_current_stream_capturing}
-    if (fits := entry.fits) is not None:
+    if (fits := alike(x)) is not None:
         parts["like the last"] = lambda: fits(x)
+    if (shortcut := steady(entry, x)) is not None:
+        parts["shortcut"] = lambda: shortcut(x)
     if (copies := entry.copies) is not None:
         parts["addresses"] = lambda: copies.tell((x,))
     if copies is None or not copies.takes:

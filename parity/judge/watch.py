@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.runtime.cudart import Cudart
+from parity.runtime import cudart
 
 
 class Watch:
@@ -29,7 +29,9 @@ class Watch:
     @contextmanager
     def entered(self) -> Iterator[Watch]:
         kind: Any = torch.cuda.CUDAGraph
-        begin, end, replay, launch = kind.capture_begin, kind.capture_end, kind.replay, Cudart.launch
+        begin, end, replay = kind.capture_begin, kind.capture_end, kind.replay
+        runtime = cudart.loaded()
+        launch = runtime.launch if runtime is not None else None
         open_profilers: dict[int, Any] = {}
         watch = self
 
@@ -61,18 +63,21 @@ class Watch:
             with watch.around_replay():
                 replay(graph)
 
-        def counted_launch(self: Cudart, executable: int, stream: int) -> None:
+        def counted_launch(executable: int, stream: int) -> int:
             watch.replays += 1
             with watch.around_replay():
-                launch(self, executable, stream)
+                assert launch is not None
+                return launch(executable, stream)
 
         kind.capture_begin, kind.capture_end, kind.replay = capture_begin, capture_end, counted_replay
-        Cudart.launch = counted_launch  # type: ignore[method-assign]
+        if runtime is not None:
+            runtime.launch = counted_launch
         try:
             yield self
         finally:
             kind.capture_begin, kind.capture_end, kind.replay = begin, end, replay
-            Cudart.launch = launch  # type: ignore[method-assign]
+            if runtime is not None and launch is not None:
+                runtime.launch = launch
 
     def forget(self) -> None:
         self.graphs.clear()

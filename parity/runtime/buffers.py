@@ -113,6 +113,8 @@ class Outlet:
         self._build = _builder(result, self._spec)
         self._all = bool(self._plain) and len(self._plain) == len(self.leaves)
         self._only = self._sources[0].clone if self._all and isinstance(result, Tensor) else None
+        self.assemble: Callable[[Sequence[Any]], Any] | None = self._build if self._all else None
+        """The result from copies of all ``pieces``, where those are all there is to it."""
 
     def pieces(self, foreign: set[int]) -> list[Tensor]:
         """Static tensors, where a copy of its bytes is a clone of each; else none at all. ``foreign``: addresses of tensors that are

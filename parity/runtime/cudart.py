@@ -61,7 +61,6 @@ class Cudart:
         self._add = function("cudaGraphAddMemcpyNode1D", pointer, pointer, pointer, size, pointer, pointer, size, number)
         self._destroy = function("cudaGraphDestroyNode", pointer)
         self._instantiate = function("cudaGraphInstantiateWithFlags", pointer, pointer, ctypes.c_ulonglong)
-        self._launch = function("cudaGraphLaunch", pointer, pointer)
         self._end = function("cudaGraphExecDestroy", pointer)
         self._forget = function("cudaGetLastError")
         self._words = function("cudaGetErrorString", number)
@@ -70,6 +69,8 @@ class Cudart:
             "cudaGraphExecMemcpyNodeSetParams1D", pointer, pointer, pointer, pointer, size, number
         )
         """Executable graph, node, destination, source, bytes, kind; returns an error code."""
+        self.launch: Callable[[int, int], int] = function("cudaGraphLaunch", pointer, pointer)
+        """Executable graph, stream; returns an error code."""
 
     def check(self, what: str, code: int, spare: bool = True) -> None:
         """Raises Unfit, where one can do without (``spare``) and CUDA refused no more than that, and CudaError."""
@@ -119,9 +120,8 @@ class Cudart:
         self.check("another executable graph", self._instantiate(self._ctypes.byref(executable), graph, _AUTO_FREE))
         return int(executable.value or 0)
 
-    def launch(self, executable: int, stream: int) -> None:
-        if code := self._launch(executable, stream):
-            self.check("the launch of a graph", code, spare=False)
+    def launched(self, code: int) -> None:
+        self.check("the launch of a graph", code, spare=False)
 
     def end(self, executable: int) -> None:
         """Frees an executable graph once it does not run any more. An error that CUDA reports here is one of earlier launches, whose

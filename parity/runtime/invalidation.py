@@ -14,10 +14,10 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, Final
 
 import torch
@@ -110,22 +110,22 @@ class Watch:
     def _take(self, root: nn.Module) -> None:
         modules: list[nn.Module] = [root]
         index = {id(root): 0}
-        kids: list[int] = []
         for module in modules:  # grows while it is walked
             for child in module._modules.values():
-                if child is None:
-                    kids.append(-1)
-                    continue
-                if id(child) not in index:
+                if child is not None and id(child) not in index:
                     index[id(child)] = len(modules)
                     modules.append(child)
-                kids.append(index[id(child)])
+        parameters, buffers, children, self.training = zip(*map(_INSIDES, modules), strict=True)
         self._modules = [weakref.ref(m) for m in modules]
-        self._kids = kids
-        tensors = _tensors(modules)
-        self._places = _places(tensors)
-        self.training = tuple([m.training for m in modules])
-        self.grads = _grads(tensors)
+        self._lengths = list(map(len, children))
+        self._kids = [-1 if m is None else index[id(m)] for m in _values(children)]
+        tensors = list(_values(chain(parameters, buffers)))
+        self._there = [t is not None for t in tensors]
+        self._missing = [t is None for t in tensors]
+        there = list(compress(tensors, self._there))
+        self.grads = _grads(there)
+        self._places = _places(there)
+        self._alike = _guard(there)
 
     def look(self) -> str:
         """What changed of the structure or the addresses since the last look, in words; empty where nothing did.
@@ -135,34 +135,46 @@ class Watch:
         root = self._root()
         if root is None:
             return "the module is gone"
-        modules = [ref() for ref in self._modules]
-        expected = [*modules, None]  # the last one answers for -1
-        found: list[Any] = []
-        for module in modules:
-            if module is None:
-                self._take(root)
-                return "a submodule was removed or replaced"
-            found.extend(module._modules.values())
-        alive: list[nn.Module] = modules  # type: ignore[assignment]
-        if len(found) != len(self._kids) or not all(map(is_, found, [expected[k] for k in self._kids])):
+        what = self._look()
+        if what:
             self._take(root)
+        return what
+
+    def _look(self) -> str:
+        modules: list[nn.Module | None] = [ref() for ref in self._modules]
+        try:
+            parameters, buffers, children, training = zip(*map(_INSIDES, modules), strict=True)
+        except AttributeError:  # None has none
+            return "a submodule was removed or replaced"
+        modules.append(None)  # for -1
+        if list(map(len, children)) != self._lengths or not all(map(is_, _values(children), map(modules.__getitem__, self._kids))):
             return "a submodule was added, removed or replaced"
-        tensors = _tensors(alive)
-        places = _places(tensors)
-        if len(places[0]) != len(self._places[0]):
-            self._take(root)
+        tensors = list(_values(chain(parameters, buffers)))
+        if len(tensors) != len(self._there):
             return "a parameter or buffer was added or removed"
-        if places != self._places:
-            self._take(root)
+        there = list(compress(tensors, self._there))
+        if any(map(is_not, compress(tensors, self._missing), repeat(None))) or not self._stand(there):
             return "a parameter or buffer moved, was replaced or changed its type or shape"
-        self.training = tuple([m.training for m in alive])
-        self.grads = _grads(tensors)
+        self.training, self.grads = training, _grads(there)
         return ""
+
+    def _stand(self, tensors: list[Tensor]) -> bool:
+        """Whether all are where and what they were."""
+        try:
+            addresses = [t.data_ptr() for t in tensors]
+        except (AttributeError, RuntimeError, NotImplementedError):  # None, sparse, or wrapped by a subclass
+            return not any(t is None for t in tensors) and _places(tensors) == self._places
+        if addresses == self._places[0] and self._alike is not None and self._alike(*tensors):
+            return True
+        if _places(tensors) != self._places:
+            return False
+        self._alike = _guard(tensors)  # grad mode, or another state of this thread, is not that of the last look
+        return True
 
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers, as they are now."""
         modules = [m for ref in self._modules if (m := ref()) is not None]
-        return [t for t in _tensors(modules) if t is not None]
+        return [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
 
     def versions(self) -> int | None:
         """A number that moves when values change through autograd-visible operations; None where some tensor counts none."""
@@ -172,22 +184,36 @@ class Watch:
         return sum(t._version for t in tensors)
 
 
-def _tensors(modules: list[nn.Module]) -> list[Tensor | None]:
-    return list(chain.from_iterable(chain(m._parameters.values(), m._buffers.values()) for m in modules))
+_INSIDES = attrgetter("_parameters", "_buffers", "_modules", "training")
 
 
-def _grads(tensors: list[Tensor | None]) -> tuple[bool, ...]:
-    return tuple([t is not None and t.requires_grad for t in tensors])
+def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
 
 
-def _places(tensors: list[Tensor | None]) -> tuple[list[Any], ...]:
-    """What a graph holds fixed of tensors: which are there, addresses, types and geometry. Column by column, which is what is fast."""
-    there = [t for t in tensors if t is not None]
-    missing = [t is None for t in tensors]
+def _grads(tensors: list[Tensor]) -> tuple[bool, ...]:
+    return tuple([t.requires_grad for t in tensors])
+
+
+def _guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """What tells whether tensors are of the types and the geometry of these, all at once, by what torch guards compiled code with; it
+    also denies it where the state of the thread is another. None where this torch, or one of the tensors, does not allow it."""
+    kind: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    first = {id(t): i for i, t in reversed(list(enumerate(tensors)))}
+    once = [first[id(t)] == i for i, t in enumerate(tensors)]
     try:
-        return missing, [t.data_ptr() for t in there], [t.dtype for t in there], [t.shape for t in there], [t.stride() for t in there]
-    except (RuntimeError, NotImplementedError):  # sparse, or wrapped by a subclass: nothing but the object itself tells
-        return missing, list(map(_address, there)), [t.dtype for t in there], [t.shape for t in there]
+        check: Any = kind(*compress(tensors, once), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except (TypeError, RuntimeError, NotImplementedError):
+        return None
+    return check if all(once) else lambda *found: check(*compress(found, once))
+
+
+def _places(tensors: list[Tensor]) -> tuple[list[Any], ...]:
+    """What a graph holds fixed of tensors: addresses, types and geometry. Column by column, which is what is fast."""
+    try:
+        return [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.shape for t in tensors], [t.stride() for t in tensors]
+    except (RuntimeError, NotImplementedError):  # nothing but the object itself tells
+        return list(map(_address, tensors)), [t.dtype for t in tensors], [t.shape for t in tensors]
 
 
 def _address(tensor: Tensor) -> Any:

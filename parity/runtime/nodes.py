@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,15 +46,6 @@ def _empty() -> Callable[[Any, Any, torch.dtype], Tensor]:
     return found or (lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
 
 
-@dataclass
-class _Side:
-    """An executable graph and the addresses it was told; 0 where none is known."""
-
-    exec: int
-    sources: list[int]
-    targets: list[int]
-
-
 class Copies:
     """The nodes of one graph. ``incoming``: (position among the leaves of a call, the graph's own tensor), empty where inputs are
     copied beside the graph; ``outgoing``: the graph's own results, empty likewise. All are in one piece and on the current device.
@@ -63,6 +53,8 @@ class Copies:
     ``twice``: whether a second executable graph may be made, and both launched by number: only where the region draws no random
     numbers, which torch's own ``replay`` cares for. Callers hold a result until they have the next, so that results come to lie in two
     places in turns; two that know one place each are told nothing. The second is made when results first lie elsewhere.
+
+    ``known``: the executable graph that was told these addresses, of inputs and then of results.
 
     A launch without ``tell`` before it writes over the results of the last call, or over what lies there by then."""
 
@@ -78,11 +70,12 @@ class Copies:
         """``leaves``: of some call; the graph is instantiated with their memory. Raises Unfit, the graph then as it was and
         instantiated, and CudaError."""
         self.takes, self.gives, self.numbered = bool(incoming), bool(outgoing), twice
-        self._runtime, self._graph, self._twice = runtime, graph, twice
-        self._device = torch.cuda.current_device()
-        self._several = torch.cuda.device_count() > 1
-        self._current = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-        self._empty = _empty()
+        self.runtime, self._graph, self._twice = runtime, graph, twice
+        self.device = torch.cuda.current_device()
+        self.several = torch.cuda.device_count() > 1
+        self.current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        self.empty = _empty()
+        self.known: dict[tuple[int, ...], int] = {}
         self._nodes: list[int] = []
         some = [torch.empty_like(x) for x in outgoing]
         raw = graph.raw_cuda_graph()
@@ -95,32 +88,28 @@ class Copies:
         graph.instantiate()
         real = [(position, node, x) for (position, x), node in zip(incoming, arriving, strict=True) if node]
         self._positions = [position for position, _, _ in real]
-        self._forms = [(tuple(x.shape), x.stride(), x.dtype) for x in outgoing]
-        self._incoming = [(node, x.data_ptr(), _bytes(x)) for _, node, x in real]
-        self._outgoing = [(node, x.data_ptr(), _bytes(x)) for x, node in zip(outgoing, leaving, strict=True)]
-        self._first = [leaves[position].data_ptr() for position in self._positions], [x.data_ptr() for x in some]
-        self._side = self._fresh(graph.raw_cuda_graph_exec())
-        self._other: _Side | None = None
-
-    def _fresh(self, executable: int) -> _Side:
-        """With the addresses that the nodes were made with."""
-        sources, targets = self._first
-        return _Side(executable, list(sources), list(targets))
+        self._ends = [(node, x.data_ptr(), _bytes(x)) for _, node, x in real]
+        self._ends += [(node, x.data_ptr(), _bytes(x)) for x, node in zip(outgoing, leaving, strict=True)]
+        self.forms = [(tuple(x.shape), x.stride(), x.dtype) for x in outgoing]
+        first = [*(leaves[position].data_ptr() for position in self._positions), *(x.data_ptr() for x in some)]
+        self._next: int = graph.raw_cuda_graph_exec()
+        self._told: dict[int, list[int]] = {self._next: first}  # the one that was told the longest ago comes first
+        self.known[tuple(first)] = self._next
 
     def _arrive(self, raw: int, incoming: list[tuple[int, Tensor]], leaves: Sequence[Any]) -> list[int]:
         """Nodes that come one after the other before all others; 0 where there is nothing to copy."""
-        roots, made = self._runtime.roots(raw), []
+        roots, made = self.runtime.roots(raw), []
         last: list[int] = []
         for position, x in incoming:
             made.append(self._add(raw, last, x.data_ptr(), leaves[position].data_ptr(), _bytes(x)))
             last = [made[-1]] if made[-1] else last
         if last and roots:
-            self._runtime.depend(raw, last * len(roots), roots)
+            self.runtime.depend(raw, last * len(roots), roots)
         return made
 
     def _leave(self, raw: int, outgoing: list[Tensor], some: list[Tensor]) -> list[int]:
         """Nodes that come one after the other behind all others: branches would cost a launch more than they spare."""
-        made, last = [], self._runtime.ends(raw) if outgoing else []
+        made, last = [], self.runtime.ends(raw) if outgoing else []
         for source, target in zip(outgoing, some, strict=True):
             made.append(self._add(raw, last, target.data_ptr(), source.data_ptr(), _bytes(source)))
             last = [made[-1]] if made[-1] else last
@@ -129,65 +118,66 @@ class Copies:
     def _add(self, raw: int, after: list[int], target: int, source: int, nbytes: int) -> int:
         if not nbytes:
             return 0
-        node = self._runtime.add(raw, after, target, source, nbytes)
+        node = self.runtime.add(raw, after, target, source, nbytes)
         self._nodes.append(node)
         return node
 
     def tell(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Sets the next launch to read the tensors among ``leaves`` and to write to fresh results, which it returns. Raises Unfit and
         CudaError; then no launch may follow before a ``tell`` that returns, or ``withdraw``."""
-        if self._several and self._current() != self._device:
-            with torch.cuda.device(self._device):
+        if self.several and self.current() != self.device:
+            with torch.cuda.device(self.device):
                 return self.tell(leaves)
-        empty = self._empty
-        made = [empty(size, stride, dtype) for size, stride, dtype in self._forms]
-        targets = [x.data_ptr() for x in made]
-        sources = [leaves[position].data_ptr() for position in self._positions]
-        side = self._side
-        if side.targets != targets or (not targets and side.sources != sources):
-            side = self._turn()
-        if side.sources != sources:
-            self._tell("where an input lies", side.exec, side.sources, sources, self._incoming, False)
-        if side.targets != targets:
-            self._tell("where a result goes", side.exec, side.targets, targets, self._outgoing, True)
+        made = [self.empty(size, stride, dtype) for size, stride, dtype in self.forms]
+        addresses = (*[leaves[position].data_ptr() for position in self._positions], *[x.data_ptr() for x in made])
+        self._next = self.known.get(addresses) or self.aim(addresses)
         return made
 
-    def _turn(self) -> _Side:
-        """The executable graph that was not used last; it is the next to be used."""
-        if self._other is None and self._twice:
-            try:
-                self._other = self._fresh(self._runtime.instantiate(self._graph.raw_cuda_graph()))
-            except Unfit as reason:
-                self._twice = False
-                _LOG.info("cuda_graph: one executable graph has to do: %s", reason)
-            else:
-                weakref.finalize(self._other, self._runtime.end, self._other.exec).atexit = False  # CUDA ends with the process
-        if self._other is not None:
-            self._side, self._other = self._other, self._side
-        return self._side
-
-    def _tell(self, what: str, graph: int, known: list[int], wanted: list[int], copies: list[tuple[int, int, int]], out: bool) -> None:
-        """Changes ``known`` to ``wanted``, where they differ, and one end of each of those ``copies``."""
-        for i, (node, own, nbytes) in enumerate(copies):
-            address = wanted[i]
-            if address == known[i]:
+    def aim(self, addresses: tuple[int, ...]) -> int:
+        """The executable graph that was told others the longest ago, told these ``addresses``. Raises as ``tell`` does."""
+        if not self._nodes:
+            raise Unfit("copies as nodes of a graph", 0, "they were withdrawn")
+        if self._twice and len(self._told) == 1:
+            self._double()
+        executable = next(iter(self._told))
+        told = self._told[executable] = self._told.pop(executable)
+        self.known.pop(tuple(told), None)
+        for i, (node, own, nbytes) in enumerate(self._ends):
+            address = addresses[i]
+            if address == told[i]:
                 continue
             if node:
-                known[i] = 0
-                target, source = (address, own) if out else (own, address)
-                if code := self._runtime.tell(graph, node, target, source, nbytes, DEVICE_TO_DEVICE):
-                    self._runtime.check(what, code)
-            known[i] = address
+                told[i] = 0
+                arrives = i < len(self._positions)
+                target, source = (own, address) if arrives else (address, own)
+                if code := self.runtime.tell(executable, node, target, source, nbytes, DEVICE_TO_DEVICE):
+                    self.runtime.check("where an input lies" if arrives else "where a result goes", code)
+            told[i] = address
+        self.known[addresses] = executable
+        return executable
+
+    def _double(self) -> None:
+        """Makes a second executable graph, which knows no address; where there is no room for it, there is none."""
+        self._twice = False
+        try:
+            executable = self.runtime.instantiate(self._graph.raw_cuda_graph())
+        except Unfit as reason:
+            _LOG.info("cuda_graph: one executable graph has to do: %s", reason)
+            return
+        weakref.finalize(self, self.runtime.end, executable).atexit = False  # CUDA ends with the process
+        self._told = {executable: [0] * len(self._ends), **self._told}
 
     def launch(self, stream: int) -> None:
-        """By number, on the stream of that number. Raises CudaError."""
-        self._runtime.launch(self._side.exec, stream)
+        """What ``tell`` has set, by number, on the stream of that number. Raises CudaError."""
+        if code := self.runtime.launch(self._next, stream):
+            self.runtime.launched(code)
 
     def withdraw(self) -> None:
         """Takes the nodes out of the graph, and instantiates it anew. Launches of the old one must be over. Raises CudaError."""
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
+            self.known.clear()
             while self._nodes:
-                self._runtime.destroy(self._nodes.pop())
+                self.runtime.destroy(self._nodes.pop())
             self._graph.instantiate()
 
 

@@ -49,8 +49,8 @@ class Pool:
         self.lock = threading.RLock()
         self.device = torch.cuda.current_device()
         self._stream: Any = None
-        self._current = _current()
-        self._number: Any = None  # of the last stream, where its order is enough
+        self.current = _current()
+        self.number: Any = None  # of the last stream, where its order is enough
         self._last: Any = None
         self._event: Any = None  # behind the last replay, where its stream may not last
 
@@ -65,8 +65,8 @@ class Pool:
         told by: CUDA's own number, where torch has it. Raises StreamCaptured, with the pool not taken."""
         self.lock.acquire()
         try:
-            number = self._current(self.device)
-            if self._number is None or number != self._number:
+            number = self.current(self.device)
+            if self.number is None or number != self.number:
                 self._change()
             return number
         except BaseException:
@@ -75,7 +75,7 @@ class Pool:
 
     def end(self) -> None:
         try:
-            if self._number is None:
+            if self.number is None:
                 self._event = self._last.record_event()
         finally:
             self.lock.release()
@@ -85,7 +85,7 @@ class Pool:
         StreamCaptured."""
         with self.lock:
             self.settle()
-            self._number = self._last = self._event = None
+            self.number = self._last = self._event = None
 
     def settle(self) -> None:
         """Waits for all replays so far; also between ``begin`` and ``end``. Raises StreamCaptured."""
@@ -98,7 +98,7 @@ class Pool:
         if event is not None:
             stream.wait_event(event)
         self._last, self._event = stream, None
-        self._number = self._current(self.device) if _lasts(stream) else None
+        self.number = self.current(self.device) if _lasts(stream) else None
 
     def _behind(self) -> Any:
         """An event behind all replays so far; None where there were none."""

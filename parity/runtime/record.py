@@ -30,8 +30,7 @@ _LOG = logging.getLogger("parity.runtime")
 class Entry:
     """One captured graph. ``derived``: what it reads that may go stale, None where nothing. ``weights``, ``clock``: versions and clock
     at capture. ``doubt``: its derived tensors have to be compared again before the next replay. ``early``: captured ahead of use.
-    ``copies``: those that are nodes of the graph; launched by itself, such a graph writes over the last results. ``fits``:
-    see ``signature.alike``."""
+    ``copies``: those that are nodes of the graph; launched by itself, such a graph writes over the last results."""
 
     graph: Any
     intake: Intake
@@ -45,7 +44,6 @@ class Entry:
     early: bool = False
     replays: int = 0
     copies: nodes.Copies | None = None
-    fits: Callable[[Any], bool] | None = None
 
     @property
     def inputs(self) -> list[Any]:

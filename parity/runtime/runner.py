@@ -1,8 +1,8 @@
 """GraphRunner: a callable that replays what it could capture and runs the rest eagerly.
 
-A steady call compares one number, builds a small key, copies its inputs into the graph's own, replays, and hands out clones. Everything
-else is slow and rare: the full check of the module (once per outermost ``scope``, at every call outside of one), the full signature,
-capture, and the comparison of tensors that were derived from weights.
+A steady call compares one number, builds a small key, copies its inputs into the graph's own, replays, and hands out clones, all in one
+function where it can (``steady``). Everything else is slow and rare: the full check of the module (once per outermost ``scope``, at
+every call outside of one), the full signature, capture, and the comparison of tensors that were derived from weights.
 
 What it does not do: it never decides whether a family is safe (the allowlist does), it captures no training step, it keeps no more than
 ``max_graphs`` graphs, and it does not see attributes that Python reads (``invalidate`` after changing one).
@@ -27,7 +27,8 @@ from parity.runtime.errors import CaptureRefused
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
 from parity.runtime.pool import Pool, StreamCaptured
 from parity.runtime.record import CaptureFailed, Entry, cannot, record, retrace
-from parity.runtime.signature import Signature, alike, quick, signature
+from parity.runtime.signature import Signature, quick, signature
+from parity.runtime.steady import MISS, steady
 from parity.runtime.validation import differs
 
 __all__ = ["Entry", "GraphRunner", "Info"]
@@ -92,8 +93,8 @@ class GraphRunner:
         self._new_pool = pool
         self._pools: dict[int, Pool] = {}
         self._entries: dict[Signature, Entry] = {}
-        self._quick: dict[Hashable, Entry] = {}
-        self._like: Any = None  # the entry of the last call, where one look tells whether the next is like it
+        self._quick: dict[Hashable, tuple[Entry, Any]] = {}
+        self._shortcut: Any = None  # of the last call
         self._refused: dict[Signature, CaptureRefused] = {}
         self._counts: OrderedDict[Signature, int] = OrderedDict()
         self._watch = Watch(self.module) if self.module is not None else None
@@ -110,12 +111,15 @@ class GraphRunner:
             return self.region(*args, **kwargs)
         if visit == 0 or visit != self._visit or CLOCK.changes != self._changes:
             self._inspect(visit)
-        entry, leaves, key = self._like, args, None
-        if entry is None or kwargs or len(args) != 1 or not entry.fits(args[0]):
-            leaves = (*args, *kwargs.values()) if kwargs else args
-            key = quick(leaves, tuple(kwargs) if kwargs else ())
-            entry = self._quick.get(key)
-            self._like = entry if entry is not None and entry.fits is not None else None
+        if self._shortcut is not None and len(args) == 1 and not kwargs:
+            result = self._shortcut(args[0])
+            if result is not MISS:
+                self._info.replays += 1
+                return result
+        leaves = (*args, *kwargs.values()) if kwargs else args
+        key = quick(leaves, tuple(kwargs) if kwargs else ())
+        entry, shortcut = self._quick.get(key, (None, None))
+        self._shortcut = shortcut if entry is not None and entry.copies is not None else None
         if entry is None or torch.cuda.is_current_stream_capturing() or (entry.derived is not None and entry.doubtful()):
             return self._call(args, kwargs, key)
         return self._replay(entry, leaves, args, kwargs)
@@ -149,7 +153,7 @@ class GraphRunner:
                 self._info.dropped[reason] += len(self._entries)
             self._entries.clear()
             self._quick.clear()
-            self._like = None
+            self._shortcut = None
             self._refused.clear()
             self._pools.clear()
 
@@ -199,9 +203,8 @@ class GraphRunner:
                 self._refused[key] = refusal
                 return self._eager(f"refused: {refusal.cause}: {refusal.message}", args, kwargs)
         if quick_key is not None:
-            self._quick[quick_key] = entry
-            if entry.copies is not None and entry.fits is None and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-                entry.fits = alike(args[0])  # with torch's own tensors only: others' devices are not seen
+            alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
+            self._quick[quick_key] = entry, steady(entry, args[0]) if alone else None
         return self._replay(entry, leaves, args, kwargs)
 
     def _count(self, key: Signature) -> int:
@@ -257,7 +260,7 @@ class GraphRunner:
             if flags != self._flags:
                 self._flags = flags
                 self._quick.clear()
-                self._like = None
+                self._shortcut = None
         self._suspect()
         self._visit, self._changes = visit, changes
 
@@ -281,8 +284,8 @@ class GraphRunner:
                 entry.pool.drain()
                 del self._entries[key]
                 self._info.dropped[reason] += 1
-                self._quick = {k: e for k, e in self._quick.items() if e is not entry}
-                self._like = None
+                self._quick = {k: e for k, e in self._quick.items() if e[0] is not entry}
+                self._shortcut = None
 
     def _renew(self, key: Signature, entry: Entry, args: Any, kwargs: Any) -> Any:
         """An eager call, in which the owner of a derived tensor renews it; the graph stays if that gave the same bits."""

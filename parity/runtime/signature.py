@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,24 @@ def modes() -> tuple[Hashable, ...]:
     )
 
 
+def _rest() -> tuple[Hashable, ...]:
+    """Of ``modes`` what a guard of torch's does not hold."""
+    return (
+        torch.is_inference_mode_enabled(),
+        _conv(),
+        _rnn(),
+        _cudnn(),
+        _benchmark(),
+        _cudnn_deterministic(),
+        _fills(),
+        _flash(),
+        _efficient(),
+        _math(),
+        _cudnn_attention(),
+        _math_reduction(),
+    )
+
+
 _STRIDED = torch.strided
 _PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
 
@@ -122,18 +141,35 @@ def quick(leaves: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Hashable, ..
     return tuple(key)
 
 
+_GUARDED = frozenset(
+    ["grad_mode", "autocast_state", "deterministic_algorithms", "allow_tf32", "allow_fp16_reduce", "allow_bf16_reduce", "default_dtype"]
+)
+
+
+def _guard() -> Callable[[], bool] | None:
+    """What tells whether global state is as it is now, by what torch guards compiled code with; None where that holds less than
+    ``_rest`` leaves out."""
+    kind: Any = getattr(torch._C._dynamo.guards, "GlobalStateGuard", None)
+    if not hasattr(kind, "__getstate__"):
+        return None
+    guard = kind()
+    check: Callable[[], bool] = guard.check
+    return check if set(json.loads(guard.__getstate__())) >= _GUARDED else None
+
+
 def alike(leaf: Tensor) -> Callable[[Any], bool] | None:
     """What tells whether the only argument of another call, whatever it is, has the ``quick`` key of this one; it may be wrong to deny
     that, never to claim it. What torch guards compiled code with, instead of a key and a look-up; None where this torch lacks that."""
     guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
-    if guards is None:
+    state = _guard()
+    if guards is None or state is None:
         return None
     geometry = {"dynamic_dims_sizes": [list(leaf.shape)], "dynamic_dims_strides": [list(leaf.stride())]}
     same = guards(leaf, **geometry).check  # type, dispatch keys (with layout, conjugate and negative bits), dtype, device, geometry
-    shift, grads, switches = leaf.data_ptr() & 15, leaf.requires_grad, modes()
+    shift, grads, switches = leaf.data_ptr() & 15, leaf.requires_grad, _rest()
 
     def fits(x: Any) -> bool:
-        return same(x) and x.data_ptr() & 15 == shift and x.requires_grad is grads and modes() == switches
+        return same(x) and state() and x.data_ptr() & 15 == shift and x.requires_grad is grads and _rest() == switches
 
     return fits
 

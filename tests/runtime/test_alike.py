@@ -71,8 +71,74 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference": lambda: torch.inference_mode(),
     "autocast": lambda: _autocast(),
     "cudnn": lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True),
+    "no cudnn": lambda: torch.backends.cudnn.flags(enabled=False),
+    "deterministic cudnn": lambda: torch.backends.cudnn.flags(enabled=True, deterministic=True),
     "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "flash": lambda: switched("_set_sdp_use_flash", "_get_flash_sdp_enabled"),
+    "efficient": lambda: switched("_set_sdp_use_mem_efficient", "_get_mem_efficient_sdp_enabled"),
+    "math": lambda: switched("_set_sdp_use_math", "_get_math_sdp_enabled"),
+    "cudnn attention": lambda: switched("_set_sdp_use_cudnn", "_get_cudnn_sdp_enabled"),
+    "math reduction": lambda: switched("_set_math_sdp_allow_fp16_bf16_reduction", "_get_math_sdp_allow_fp16_bf16_reduction"),
+    "float16 reduction": lambda: assigned(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    "bfloat16 reduction": lambda: assigned(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    "fills": lambda: switched("_set_deterministic_fill_uninitialized_memory", "_get_deterministic_fill_uninitialized_memory"),
+    "deterministic": lambda: deterministic(),
+    "default type": lambda: default(torch.float64),
+    "products in TF32": lambda: precision("matmul"),
+    "convolutions in TF32": lambda: precision("conv"),
+    "recurrent layers in TF32": lambda: precision("rnn"),
 }
+
+
+@contextmanager
+def switched(setter: str, getter: str) -> Iterator[None]:
+    before = getattr(torch._C, getter)()
+    getattr(torch._C, setter)(not before)
+    try:
+        yield
+    finally:
+        getattr(torch._C, setter)(before)
+
+
+@contextmanager
+def assigned(owner: Any, name: str) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, not before)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def precision(op: str) -> Iterator[None]:
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):
+        pytest.skip("this torch has the older settings only")
+    before = torch._C._get_fp32_precision_getter("cuda", op)
+    torch._C._set_fp32_precision_setter("cuda", op, "ieee" if before == "tf32" else "tf32")
+    try:
+        yield
+    finally:
+        torch._C._set_fp32_precision_setter("cuda", op, before)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -81,8 +147,11 @@ def test_every_global_switch_counts(mode: str) -> None:
     fits = alike(x)
     assert fits is not None
     assert fits(x)
+    key = quick((x,), ())
     with MODES[mode]():
+        assert quick((x,), ()) != key
         assert not fits(x)
+    assert quick((x,), ()) == key
     assert fits(x)
 
 

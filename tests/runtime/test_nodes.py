@@ -1,13 +1,11 @@
-"""Copies as nodes of a graph: their order, their addresses, what happens where CUDA does not take them. On a graph that is played here,
-over the memory of host tensors; test_nodes_on_cuda.py has CUDA's own."""
+"""Copies as nodes of a graph: their order, their addresses, what happens where CUDA does not take them. On graphs that are
+played, over the memory of host tensors; test_nodes_on_cuda.py has CUDA's own."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,165 +14,14 @@ from torch import Tensor
 
 from parity.runtime import nodes
 from parity.runtime.buffers import Intake, Outlet
-from parity.runtime.cudart import CudaError, Cudart, Unfit
-from parity.runtime.liveness import Trace
+from parity.runtime.cudart import CudaError, Unfit
 from parity.runtime.nodes import Copies
-from parity.runtime.record import Entry, _elsewhere
+from parity.runtime.record import _elsewhere
 from parity.runtime.state import same_bits
 
-INVALID = 1
-ILLEGAL_ADDRESS = 700
-OUT_OF_MEMORY = 2
-STREAM = 77
+from .played import ILLEGAL_ADDRESS, INVALID, OUT_OF_MEMORY, Exec, Graph, Runtime, entry_of, runtime
 
-
-class Exec:
-    """What a launch runs: a copy of a graph. ``choose``: which of the nodes that may run comes next."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.work, self.edges = dict(graph.work), set(graph.edges)
-
-    def launch(self, choose: Callable[..., int] = max) -> None:
-        left = dict(self.work)
-        while left:
-            node = choose(n for n in left if not any(b in left for b, a in self.edges if a == n))
-            step = left.pop(node)
-            if callable(step):
-                step()
-            else:
-                ctypes.memmove(*step)
-
-
-class Graph:
-    """One that is kept: nodes are Python calls or copies, and a launch runs them in any order that the edges allow: the last one made
-    first, which is wrong wherever an edge is missing."""
-
-    def __init__(self, *region: Callable[[], Any]) -> None:
-        self.work: dict[int, Any] = {i + 1: step for i, step in enumerate(region)}
-        self.edges = {(i, i + 1) for i in range(1, len(region))}
-        self.exec: Exec | None = None
-        self.replays = 0
-
-    def raw_cuda_graph(self) -> Any:
-        return self
-
-    def raw_cuda_graph_exec(self) -> Any:
-        return self.exec
-
-    def instantiate(self) -> None:
-        self.exec = Exec(self)
-
-    def replay(self) -> None:
-        assert self.exec is not None
-        self.replays += 1
-        self.exec.launch()
-
-
-class Runtime:
-    """Cudart on such graphs. ``refuse``: the codes of the next calls."""
-
-    check = Cudart.check
-
-    def __init__(self) -> None:
-        self.graph: Any = None
-        self.refuse: list[int] = []
-        self.told = self.forgotten = 0
-        self.launched: list[Exec] = []
-        self.ended: list[Exec] = []
-
-    def _forget(self) -> None:
-        self.forgotten += 1
-
-    def _words(self, code: int) -> bytes:
-        return b"said by CUDA"
-
-    def _code(self) -> int:
-        return self.refuse.pop(0) if self.refuse else 0
-
-    def roots(self, graph: Graph) -> list[int]:
-        return [n for n in graph.work if n not in {a for _, a in graph.edges}]
-
-    def ends(self, graph: Graph) -> list[int]:
-        return [n for n in graph.work if n not in {b for b, _ in graph.edges}]
-
-    def add(self, graph: Graph, after: list[int], target: int, source: int, nbytes: int) -> int:
-        self.check("a copy as a node", self._code())
-        assert nbytes
-        self.graph = graph
-        node = 1000 + len(graph.work)
-        graph.work[node] = target, source, nbytes
-        graph.edges |= {(b, node) for b in after}
-        return node
-
-    def depend(self, graph: Graph, before: list[int], after: list[int]) -> None:
-        graph.edges |= set(zip(before, after, strict=True))
-
-    def destroy(self, node: int) -> None:
-        del self.graph.work[node]
-        self.graph.edges = {e for e in self.graph.edges if node not in e}
-
-    def tell(self, executable: Exec, node: int, target: int, source: int, nbytes: int, kind: int) -> int:
-        if code := self._code():
-            return code
-        assert kind == 3
-        self.told += 1
-        executable.work[node] = target, source, nbytes
-        return 0
-
-    def instantiate(self, graph: Graph) -> Exec:
-        self.check("another executable graph", self._code())
-        return Exec(graph)
-
-    def launch(self, executable: Exec, stream: int) -> None:
-        assert stream == STREAM
-        self.launched.append(executable)
-        executable.launch()
-
-    def end(self, executable: Exec) -> None:
-        self.ended.append(executable)
-
-
-class Pool:
-    """One that nobody else uses. ``settled``: how often it was waited for."""
-
-    settled = 0
-
-    def begin(self) -> int:
-        return STREAM
-
-    def end(self) -> None: ...
-
-    def settle(self) -> None:
-        self.settled += 1
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    """Results are allocated on the host, and there is one device."""
-    monkeypatch.setattr(nodes, "_empty", lambda: lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    with torch.no_grad():
-        yield Runtime()
-
-
-def entry_of(runtime: Any, leaves: list[Any], region: Callable[..., Any], clone: bool = True, twice: bool = False) -> Entry:
-    """What ``record`` makes of a region, whose graph calls it and writes over its first results. ``twice``: it draws nothing."""
-    intake = Intake(leaves)
-    result = region(*intake.leaves)
-    outlet = Outlet(result, intake.leaves, clone)
-    statics = [x for x in outlet.leaves if isinstance(x, Tensor)]
-
-    def again() -> None:
-        results = Outlet(region(*intake.leaves), intake.leaves, False).leaves
-        for static, new in zip(statics, [x for x in results if isinstance(x, Tensor)], strict=True):
-            if static is not new:
-                static.copy_(new)
-
-    graph = Graph(lambda: None, again, lambda: None)
-    copies = Copies(runtime, graph, intake.pieces(), outlet.pieces(set()), leaves, twice)
-    return Entry(graph, intake, outlet, Pool(), Trace(None, []), None, copies=copies)  # type: ignore[arg-type]
+__all__ = ["runtime"]
 
 
 def several(x: Tensor, y: Tensor) -> tuple[Any, ...]:
@@ -265,8 +112,8 @@ def test_two_executable_graphs_know_one_place_each(runtime: Runtime, places: lis
         inputs[0].add_(1)
         assert same_bits(entry.replay(inputs), inputs[0] + inputs[1])
     assert runtime.told - before == told
-    assert len(runtime.launched) == 18
-    assert len({id(e) for e in runtime.launched}) == min(count, 2)
+    assert len(runtime.launches) == 18
+    assert len({id(e) for e in runtime.launches}) == min(count, 2)
     graph: Any = entry.graph
     assert graph.replays == 0
 
@@ -280,16 +127,13 @@ def test_each_of_two_reads_where_the_input_lies_now(runtime: Runtime, places: li
         assert same_bits(entry.replay(leaves), x - y)
 
 
-def test_one_that_believes_it_knows_gives_results_to_another(
-    runtime: Runtime, places: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_told_nothing_writes_elsewhere(runtime: Runtime, places: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the two above."""
     places += [torch.empty(4, 4), torch.empty(4, 4)]
     entry = entry_of(runtime, drawn(0), lambda x, y: x - y, twice=True)
     copies: Any = entry.copies
     entry.replay(drawn(1))
-    monkeypatch.setattr(copies, "_turn", lambda: copies._side)
-    monkeypatch.setattr(copies, "_tell", lambda *_: None)
+    monkeypatch.setattr(copies, "aim", lambda addresses: copies._next)
     assert not same_bits(entry.replay(drawn(2)), drawn(2)[0] - drawn(2)[1])
 
 
@@ -310,7 +154,7 @@ def test_a_region_that_draws_is_replayed_by_torch(runtime: Runtime, places: list
     for _ in range(4):
         entry.replay(drawn(1))
     graph: Any = entry.graph
-    assert (graph.replays, runtime.launched) == (4, [])
+    assert (graph.replays, runtime.launches) == (4, [])
 
 
 def test_no_room_for_a_second_leaves_one(runtime: Runtime, places: list[Tensor]) -> None:
@@ -320,7 +164,7 @@ def test_no_room_for_a_second_leaves_one(runtime: Runtime, places: list[Tensor])
     runtime.refuse = [OUT_OF_MEMORY]
     for _ in range(4):
         assert same_bits(entry.replay(leaves), leaves[0] + leaves[1])
-    assert len({id(e) for e in runtime.launched}) == 1
+    assert len({id(e) for e in runtime.launches}) == 1
     assert not runtime.refuse
     assert entry.copies is not None
 
@@ -367,7 +211,7 @@ def test_arguments_that_are_no_tensors(runtime: Runtime) -> None:
 def test_odd_inputs_are_copied_beside_the_graph(runtime: Runtime, change: Callable[[Tensor], Tensor], takes: bool, gives: bool) -> None:
     entry = entry_of(runtime, [change(drawn(0)[0])], lambda x: (x + 1, torch.ones(2)))
     assert entry.copies is not None
-    assert (bool(entry.copies._incoming), entry.copies.gives) == (takes, gives)
+    assert (bool(entry.copies._positions), entry.copies.gives) == (takes, gives)
     x = change(drawn(1)[0])
     assert equal(entry.replay([x]), (x + 1, torch.ones(2)))
 
@@ -410,14 +254,15 @@ def test_without_clones_only_inputs_are_nodes(runtime: Runtime) -> None:
 def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(runtime: Runtime, which: int, twice: bool) -> None:
     entry = entry_of(runtime, drawn(0), lambda x, y: (x + y, x - y), twice=twice)
     graph: Any = entry.graph
-    entry.replay(drawn(0))
-    runtime.refuse = [0] * twice + [0] * which + [INVALID]  # a second one is made before
+    held = entry.replay(drawn(0))  # a second one is made here
+    runtime.refuse = [0] * which + [INVALID]
     assert equal(entry.replay(drawn(1)), (sum(drawn(1)), drawn(1)[0] - drawn(1)[1]))
     assert entry.copies is None
     assert runtime.forgotten == 1  # else torch would take the error for its own
     assert entry.pool.settled == 1  # type: ignore[attr-defined]
     assert not any(isinstance(step, tuple) for step in graph.exec.work.values())
     assert equal(entry.replay(drawn(2)), (sum(drawn(2)), drawn(2)[0] - drawn(2)[1]))
+    assert equal(held, (sum(drawn(0)), drawn(0)[0] - drawn(0)[1]))
 
 
 def test_any_other_error_is_raised_in_cudas_words(runtime: Runtime) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity.runtime import GraphRunner, nodes, record
+from parity.runtime import GraphRunner, nodes
 from parity.runtime.record import Entry
 from parity.runtime.state import same_bits
 
@@ -106,7 +106,8 @@ def test_where_no_address_is_told_results_are_wrong(monkeypatch: pytest.MonkeyPa
     runner = GraphRunner(alone)
     runner.capture(drawn(0))
     runner(drawn(0))
-    monkeypatch.setattr(only(runner).copies, "_tell", lambda *_: None)
+    copies: Any = only(runner).copies
+    monkeypatch.setattr(copies, "aim", lambda addresses: copies._next)
     kept = drawn(1)  # of another address than the first
     held = [runner(kept) for _ in range(3)]
     torch.cuda.synchronize()
@@ -191,8 +192,8 @@ def test_results_that_are_held_in_turns_are_told_nothing(monkeypatch: pytest.Mon
         held = runner(x)
     copies: Any = only(runner).copies
     assert copies.numbered
-    assert copies._other is not None
-    monkeypatch.setattr(copies, "_tell", lambda *_: pytest.fail("an address was told"))
+    assert len(copies._told) == 2
+    monkeypatch.setattr(copies, "aim", lambda addresses: pytest.fail("an address was told"))
     torch.cuda._sleep(20_000_000)
     for given, copy in zip(inputs, kept, strict=True):
         x.copy_(given)
@@ -236,8 +237,8 @@ def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(queued: b
     if queued:
         torch.cuda._sleep(50_000_000)
         held.append(runner(drawn(3)))
-    nothing = [(node, own, 0) for node, own, _ in copies._incoming]  # CUDA refuses no bytes
-    monkeypatch.setattr(copies, "_incoming", nothing)
+    monkeypatch.setattr(copies, "_ends", [(node, own, 0) for node, own, _ in copies._ends])  # CUDA refuses no bytes
+    copies.known.clear()
     held += [runner(drawn(seed)) for seed in range(len(held), 8)]
     assert only(runner).copies is None
     assert all(equal(r, dense(drawn(seed))) for seed, r in enumerate(held))
@@ -291,11 +292,10 @@ def test_one_look_at_the_argument_is_used_and_tells_calls_apart() -> None:
     for turn in range(3):
         for x in shapes:
             assert equal(runner(x), alone(x))
-            assert turn == 0 or runner._like.fits(x)  # the call that captures looks at everything
+            assert turn == 0 or runner._shortcut is not None  # the call that captures looks at everything
     assert runner.info().captures == 3
     runner.release()
-    assert runner._like is None
-    assert record.Entry.__dataclass_fields__["fits"].default is None
+    assert runner._shortcut is None
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")

@@ -78,7 +78,7 @@ def test_a_pool_tells_streams_by_their_address() -> None:
     pool = Pool()
     for stream in (torch.cuda.default_stream(), torch.cuda.Stream(), foreign()):
         with torch.cuda.stream(stream):
-            assert pool._current(pool.device) == stream.cuda_stream
+            assert pool.current(pool.device) == stream.cuda_stream
 
 
 @torch.no_grad()
