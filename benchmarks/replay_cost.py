@@ -136,7 +136,7 @@ def nodes(runner: GraphRunner) -> str:
     sides = [] if copies is None else [side for side, are in (("in", copies.takes), ("out", copies.gives)) if are]
     if copies is None or not sides:
         return "copies beside the graph"
-    return f"copies {' and '.join(sides)} are nodes of the graph, executable {'twice' if copies.numbered else 'once'}"
+    return f"copies {' and '.join(sides)} are nodes of the graph, {len(copies._told)} executable graphs"
 
 
 def upstreams(forward: Callable[..., Any]) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from parity.runtime import cudart
 from parity.runtime.cudart import DEVICE_TO_DEVICE, Cudart, Unfit
 
 _LOG = logging.getLogger("parity.runtime")
+EXECUTABLES: Final = 4
+"""Of one graph. Each takes the device some memory per node."""
 
 
 def available() -> Cudart | None:
@@ -50,9 +52,10 @@ class Copies:
     """The nodes of one graph. ``incoming``: (position among the leaves of a call, the graph's own tensor), empty where inputs are
     copied beside the graph; ``outgoing``: the graph's own results, empty likewise. All are in one piece and on the current device.
 
-    ``twice``: whether a second executable graph may be made, and both launched by number: only where the region draws no random
-    numbers, which torch's own ``replay`` cares for. Callers hold a result until they have the next, so that results come to lie in two
-    places in turns; two that know one place each are told nothing. The second is made when results first lie elsewhere.
+    ``several``: whether further executable graphs may be made, and all launched by number: only where the region draws no random
+    numbers, which torch's own ``replay`` cares for. A caller holds a result until it has the next, so that results come to lie in a few
+    places in turns; executable graphs that know one place each are told nothing. One is made whenever results lie where none of them
+    writes, until there are ``EXECUTABLES``.
 
     ``known``: the executable graph that was told these addresses, of inputs and then of results.
 
@@ -65,14 +68,15 @@ class Copies:
         incoming: list[tuple[int, Tensor]],
         outgoing: list[Tensor],
         leaves: Sequence[Any],
-        twice: bool = False,
+        several: bool = False,
     ) -> None:
         """``leaves``: of some call; the graph is instantiated with their memory. Raises Unfit, the graph then as it was and
         instantiated, and CudaError."""
-        self.takes, self.gives, self.numbered = bool(incoming), bool(outgoing), twice
-        self.runtime, self._graph, self._twice = runtime, graph, twice
+        self.takes, self.gives, self.numbered = bool(incoming), bool(outgoing), several
+        self.runtime, self._graph = runtime, graph
+        self._spare = EXECUTABLES - 1 if several else 0
         self.device = torch.cuda.current_device()
-        self.several = torch.cuda.device_count() > 1
+        self.devices = torch.cuda.device_count()
         self.current: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         self.empty = _empty()
         self.known: dict[tuple[int, ...], int] = {}
@@ -87,11 +91,11 @@ class Copies:
             raise
         graph.instantiate()
         real = [(position, node, x) for (position, x), node in zip(incoming, arriving, strict=True) if node]
-        self._positions = [position for position, _, _ in real]
+        self.positions = [position for position, _, _ in real]
         self._ends = [(node, x.data_ptr(), _bytes(x)) for _, node, x in real]
         self._ends += [(node, x.data_ptr(), _bytes(x)) for x, node in zip(outgoing, leaving, strict=True)]
         self.forms = [(tuple(x.shape), x.stride(), x.dtype) for x in outgoing]
-        first = [*(leaves[position].data_ptr() for position in self._positions), *(x.data_ptr() for x in some)]
+        first = [*(leaves[position].data_ptr() for position in self.positions), *(x.data_ptr() for x in some)]
         self._next: int = graph.raw_cuda_graph_exec()
         self._told: dict[int, list[int]] = {self._next: first}  # the one that was told the longest ago comes first
         self.known[tuple(first)] = self._next
@@ -125,11 +129,11 @@ class Copies:
     def tell(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Sets the next launch to read the tensors among ``leaves`` and to write to fresh results, which it returns. Raises Unfit and
         CudaError; then no launch may follow before a ``tell`` that returns, or ``withdraw``."""
-        if self.several and self.current() != self.device:
+        if self.devices > 1 and self.current() != self.device:
             with torch.cuda.device(self.device):
                 return self.tell(leaves)
         made = [self.empty(size, stride, dtype) for size, stride, dtype in self.forms]
-        addresses = (*[leaves[position].data_ptr() for position in self._positions], *[x.data_ptr() for x in made])
+        addresses = (*[leaves[position].data_ptr() for position in self.positions], *[x.data_ptr() for x in made])
         self._next = self.known.get(addresses) or self.aim(addresses)
         return made
 
@@ -137,8 +141,8 @@ class Copies:
         """The executable graph that was told others the longest ago, told these ``addresses``. Raises as ``tell`` does."""
         if not self._nodes:
             raise Unfit("copies as nodes of a graph", 0, "they were withdrawn")
-        if self._twice and len(self._told) == 1:
-            self._double()
+        if self._spare:
+            self._another()
         executable = next(iter(self._told))
         told = self._told[executable] = self._told.pop(executable)
         self.known.pop(tuple(told), None)
@@ -148,7 +152,7 @@ class Copies:
                 continue
             if node:
                 told[i] = 0
-                arrives = i < len(self._positions)
+                arrives = i < len(self.positions)
                 target, source = (own, address) if arrives else (address, own)
                 if code := self.runtime.tell(executable, node, target, source, nbytes, DEVICE_TO_DEVICE):
                     self.runtime.check("where an input lies" if arrives else "where a result goes", code)
@@ -156,14 +160,15 @@ class Copies:
         self.known[addresses] = executable
         return executable
 
-    def _double(self) -> None:
-        """Makes a second executable graph, which knows no address; where there is no room for it, there is none."""
-        self._twice = False
+    def _another(self) -> None:
+        """Makes another executable graph, which knows no address; where there is no room for it, there is none."""
         try:
             executable = self.runtime.instantiate(self._graph.raw_cuda_graph())
         except Unfit as reason:
-            _LOG.info("cuda_graph: one executable graph has to do: %s", reason)
+            self._spare = 0
+            _LOG.info("cuda_graph: %d executable graphs have to do: %s", len(self._told), reason)
             return
+        self._spare -= 1
         weakref.finalize(self, self.runtime.end, executable).atexit = False  # CUDA ends with the process
         self._told = {executable: [0] * len(self._ends), **self._told}
 

@@ -235,12 +235,12 @@ def _elsewhere(result: Any, intake: Intake) -> set[int]:
 
 
 def _copies(
-    runtime: Cudart, graph: Any, incoming: list[tuple[int, Tensor]], outgoing: list[Tensor], leaves: list[Any], twice: bool
+    runtime: Cudart, graph: Any, incoming: list[tuple[int, Tensor]], outgoing: list[Tensor], leaves: list[Any], several: bool
 ) -> nodes.Copies | None:
     """Instantiates a kept graph, with copies as nodes of it where CUDA takes them. Raises CudaError."""
     if all(x.is_cuda for x in outgoing) and (incoming or outgoing):
         try:
-            return nodes.Copies(runtime, graph, incoming, outgoing, leaves, twice)
+            return nodes.Copies(runtime, graph, incoming, outgoing, leaves, several)
         except Unfit as reason:
             _LOG.info("cuda_graph: copies stay beside their graph: %s", reason)
             return None

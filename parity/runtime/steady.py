@@ -31,14 +31,14 @@ def steady(entry: Entry, leaf: Tensor) -> Callable[[Any], Any] | None:
     """
     copies, pool, derived, assemble = entry.copies, entry.pool, entry.derived, entry.outlet.assemble
     capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-    if copies is None or not (copies.numbered and copies.takes and copies.gives) or assemble is None or capturing is None:
+    if copies is None or not (copies.numbered and copies.gives) or copies.positions != [0] or assemble is None or capturing is None:
         return None
     fits = alike(leaf)
     if fits is None:
         return None
     empty, forms, known, runtime = copies.empty, copies.forms, copies.known, copies.runtime
     lock, current, device = pool.lock, pool.current, pool.device
-    elsewhere = (lambda: copies.current() != copies.device) if copies.several else None
+    elsewhere = (lambda: copies.current() != copies.device) if copies.devices > 1 else None
 
     def call(x: Any) -> Any:
         if not fits(x) or capturing() or (derived is not None and entry.doubtful()) or (elsewhere is not None and elsewhere()):

@@ -167,8 +167,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         yield Runtime()
 
 
-def entry_of(runtime: Any, leaves: list[Any], region: Callable[..., Any], clone: bool = True, twice: bool = False) -> Entry:
-    """What ``record`` makes of a region, whose graph calls it and writes over its first results. ``twice``: it draws nothing."""
+def entry_of(runtime: Any, leaves: list[Any], region: Callable[..., Any], clone: bool = True, numbered: bool = False) -> Entry:
+    """What ``record`` makes of a region, whose graph calls it and writes over its first results. ``numbered``: it draws nothing."""
     intake = Intake(leaves)
     result = region(*intake.leaves)
     outlet = Outlet(result, intake.leaves, clone)
@@ -181,5 +181,5 @@ def entry_of(runtime: Any, leaves: list[Any], region: Callable[..., Any], clone:
                 static.copy_(new)
 
     graph = Graph(lambda: None, again, lambda: None)
-    copies = Copies(runtime, graph, intake.pieces(), outlet.pieces(set()), leaves, twice)
+    copies = Copies(runtime, graph, intake.pieces(), outlet.pieces(set()), leaves, numbered)
     return Entry(graph, intake, outlet, Pool(), Trace(None, []), None, copies=copies)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch import Tensor
 from parity.runtime import nodes
 from parity.runtime.buffers import Intake, Outlet
 from parity.runtime.cudart import CudaError, Unfit
-from parity.runtime.nodes import Copies
+from parity.runtime.nodes import EXECUTABLES, Copies
 from parity.runtime.record import _elsewhere
 from parity.runtime.state import same_bits
 
@@ -37,9 +37,9 @@ def equal(found: Any, expected: Any) -> bool:
     return all(same_bits(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_results_are_those_of_the_region_and_stay(runtime: Runtime, twice: bool) -> None:
-    entry = entry_of(runtime, drawn(0), several, twice=twice)
+@pytest.mark.parametrize("numbered", [False, True])
+def test_results_are_those_of_the_region_and_stay(runtime: Runtime, numbered: bool) -> None:
+    entry = entry_of(runtime, drawn(0), several, numbered=numbered)
     assert entry.copies is not None
     assert entry.copies.takes
     assert entry.copies.gives
@@ -100,27 +100,27 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return given
 
 
-@pytest.mark.parametrize(("count", "told"), [(1, 0), (2, 0), (3, 12)])
-def test_two_executable_graphs_know_one_place_each(runtime: Runtime, places: list[Tensor], count: int, told: int) -> None:
+@pytest.mark.parametrize(("count", "told"), [(1, 0), (2, 0), (EXECUTABLES, 0), (EXECUTABLES + 1, 12)])
+def test_executable_graphs_know_one_place_each(runtime: Runtime, places: list[Tensor], count: int, told: int) -> None:
     places += [torch.empty(4, 4) for _ in range(count)]
-    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, twice=True)
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, numbered=True)
     inputs = drawn(1)
-    for _ in range(6):
+    for _ in range(2 * count):
         entry.replay(inputs)
     before = runtime.told
     for _ in range(12):
         inputs[0].add_(1)
         assert same_bits(entry.replay(inputs), inputs[0] + inputs[1])
     assert runtime.told - before == told
-    assert len(runtime.launches) == 18
-    assert len({id(e) for e in runtime.launches}) == min(count, 2)
+    assert len(runtime.launches) == 12 + 2 * count
+    assert len({id(e) for e in runtime.launches}) == min(count, EXECUTABLES)
     graph: Any = entry.graph
     assert graph.replays == 0
 
 
 def test_each_of_two_reads_where_the_input_lies_now(runtime: Runtime, places: list[Tensor]) -> None:
     places += [torch.empty(4, 4), torch.empty(4, 4)]
-    entry = entry_of(runtime, drawn(0), lambda x, y: x - y, twice=True)
+    entry = entry_of(runtime, drawn(0), lambda x, y: x - y, numbered=True)
     x, y = drawn(2)
     for turn in range(9):
         leaves = [x.clone(), y] if turn % 3 else [x, y.clone()]
@@ -130,7 +130,7 @@ def test_each_of_two_reads_where_the_input_lies_now(runtime: Runtime, places: li
 def test_one_that_is_told_nothing_writes_elsewhere(runtime: Runtime, places: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the two above."""
     places += [torch.empty(4, 4), torch.empty(4, 4)]
-    entry = entry_of(runtime, drawn(0), lambda x, y: x - y, twice=True)
+    entry = entry_of(runtime, drawn(0), lambda x, y: x - y, numbered=True)
     copies: Any = entry.copies
     entry.replay(drawn(1))
     monkeypatch.setattr(copies, "aim", lambda addresses: copies._next)
@@ -138,7 +138,7 @@ def test_one_that_is_told_nothing_writes_elsewhere(runtime: Runtime, places: lis
 
 
 def test_inputs_in_two_places_are_known_where_results_are_not_copied(runtime: Runtime) -> None:
-    entry = entry_of(runtime, drawn(0), lambda x, y: x * y, clone=False, twice=True)
+    entry = entry_of(runtime, drawn(0), lambda x, y: x * y, clone=False, numbered=True)
     calls = [drawn(1), drawn(2)]
     for leaves in calls * 2:
         entry.replay(leaves)
@@ -150,7 +150,7 @@ def test_inputs_in_two_places_are_known_where_results_are_not_copied(runtime: Ru
 
 def test_a_region_that_draws_is_replayed_by_torch(runtime: Runtime, places: list[Tensor]) -> None:
     places += [torch.empty(4, 4), torch.empty(4, 4)]
-    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, twice=False)
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, numbered=False)
     for _ in range(4):
         entry.replay(drawn(1))
     graph: Any = entry.graph
@@ -159,7 +159,7 @@ def test_a_region_that_draws_is_replayed_by_torch(runtime: Runtime, places: list
 
 def test_no_room_for_a_second_leaves_one(runtime: Runtime, places: list[Tensor]) -> None:
     places += [torch.empty(4, 4), torch.empty(4, 4)]
-    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, twice=True)
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, numbered=True)
     leaves = drawn(1)
     runtime.refuse = [OUT_OF_MEMORY]
     for _ in range(4):
@@ -169,17 +169,19 @@ def test_no_room_for_a_second_leaves_one(runtime: Runtime, places: list[Tensor])
     assert entry.copies is not None
 
 
-def test_a_second_one_ends_with_its_entry(runtime: Runtime, places: list[Tensor]) -> None:
+def test_further_ones_end_with_their_entry(runtime: Runtime, places: list[Tensor]) -> None:
     places += [torch.empty(4, 4), torch.empty(4, 4)]
-    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, twice=True)
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, numbered=True)
     for _ in range(3):
         entry.replay(drawn(1))
-    graph: Any = entry.graph
+    copies, graph = entry.copies, entry.graph
+    assert copies is not None
+    further = set(map(id, copies._told)) - {id(graph.exec)}  # which torch ends
+    assert further
     assert runtime.ended == []
-    del entry
+    del entry, copies
     gc.collect()
-    assert len(runtime.ended) == 1
-    assert runtime.ended[0] is not graph.exec  # which torch ends
+    assert set(map(id, runtime.ended)) == further
 
 
 def test_an_input_given_twice_and_one_passed_on(runtime: Runtime) -> None:
@@ -211,7 +213,7 @@ def test_arguments_that_are_no_tensors(runtime: Runtime) -> None:
 def test_odd_inputs_are_copied_beside_the_graph(runtime: Runtime, change: Callable[[Tensor], Tensor], takes: bool, gives: bool) -> None:
     entry = entry_of(runtime, [change(drawn(0)[0])], lambda x: (x + 1, torch.ones(2)))
     assert entry.copies is not None
-    assert (bool(entry.copies._positions), entry.copies.gives) == (takes, gives)
+    assert (bool(entry.copies.positions), entry.copies.gives) == (takes, gives)
     x = change(drawn(1)[0])
     assert equal(entry.replay([x]), (x + 1, torch.ones(2)))
 
@@ -250,11 +252,13 @@ def test_without_clones_only_inputs_are_nodes(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("twice", [False, True])
-def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(runtime: Runtime, which: int, twice: bool) -> None:
-    entry = entry_of(runtime, drawn(0), lambda x, y: (x + y, x - y), twice=twice)
+@pytest.mark.parametrize("numbered", [False, True])
+def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(runtime: Runtime, which: int, numbered: bool) -> None:
+    entry = entry_of(runtime, drawn(0), lambda x, y: (x + y, x - y), numbered=numbered)
     graph: Any = entry.graph
-    held = entry.replay(drawn(0))  # a second one is made here
+    copies: Any = entry.copies
+    held = entry.replay(drawn(0))
+    copies._spare = 0
     runtime.refuse = [0] * which + [INVALID]
     assert equal(entry.replay(drawn(1)), (sum(drawn(1)), drawn(1)[0] - drawn(1)[1]))
     assert entry.copies is None

@@ -37,7 +37,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.fixture
 def entry(runtime: Runtime, capturing: list[bool]) -> Entry:
-    return entry_of(runtime, [drawn(0)], region, twice=True)
+    return entry_of(runtime, [drawn(0)], region, numbered=True)
 
 
 def shortcut_of(entry: Entry) -> Callable[[Any], Any]:
@@ -105,7 +105,7 @@ def test_a_global_switch_is_seen(entry: Entry) -> None:
 
 
 def test_a_tensor_that_is_in_doubt_is_asked_for(runtime: Runtime, capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = entry_of(runtime, [drawn(0)], region, twice=True)
+    made = entry_of(runtime, [drawn(0)], region, numbered=True)
     made.derived = object()  # type: ignore[assignment]
     doubt = [False]
     monkeypatch.setattr(made, "doubtful", lambda: doubt[-1], raising=False)
@@ -118,6 +118,7 @@ def test_a_tensor_that_is_in_doubt_is_asked_for(runtime: Runtime, capturing: lis
 def test_memory_that_cuda_does_not_take_is_left_to_the_general_way(entry: Entry, runtime: Runtime) -> None:
     call = shortcut_of(entry)
     held = call(drawn(1))
+    entry.copies._spare = 0  # type: ignore[union-attr]
     runtime.refuse = [INVALID]
     assert call(drawn(2)) is MISS
     runtime.refuse = [INVALID]
@@ -138,13 +139,14 @@ def test_a_launch_that_fails_is_raised_and_the_pool_is_free(entry: Entry, runtim
     assert equal(call(x), x)
 
 
-@pytest.mark.parametrize("why", ["it draws", "no copies", "an output that is no copy", "results are the graph's own"])
+@pytest.mark.parametrize("why", ["it draws", "no copies", "an output that is no copy", "results are the graph's own", "an empty input"])
 def test_there_is_none_where_more_is_to_be_done(runtime: Runtime, capturing: list[bool], why: str) -> None:
     odd = (lambda x: (x + 1, 7)) if why == "an output that is no copy" else region
-    made = entry_of(runtime, [drawn(0)], odd, twice=why != "it draws", clone=why != "results are the graph's own")
+    x = drawn(0)[:0] if why == "an empty input" else drawn(0)
+    made = entry_of(runtime, [x], odd, numbered=why != "it draws", clone=why != "results are the graph's own")
     if why == "no copies":
         made.copies = None
-    assert steady(made, drawn(0)) is None
+    assert steady(made, x) is None
 
 
 def test_elsewhere_than_on_the_graphs_device_the_general_way_is_gone(
@@ -153,7 +155,7 @@ def test_elsewhere_than_on_the_graphs_device_the_general_way_is_gone(
     current = [0]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
-    call = shortcut_of(entry_of(runtime, [drawn(0)], region, twice=True))
+    call = shortcut_of(entry_of(runtime, [drawn(0)], region, numbered=True))
     assert equal(call(drawn(1)), drawn(1))
     current.append(1)
     assert call(drawn(1)) is MISS
