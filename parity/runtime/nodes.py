@@ -174,6 +174,9 @@ class Copies:
 
     def launch(self, stream: int) -> None:
         """What ``tell`` has set, by number, on the stream of that number. Raises CudaError."""
+        if self.devices > 1 and self.current() != self.device:  # the default streams of all devices have one number
+            with torch.cuda.device(self.device):
+                return self.launch(stream)
         if code := self.runtime.launch(self._next, stream):
             self.runtime.launched(code)
 

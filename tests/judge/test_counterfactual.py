@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.judge.counterfactual.conditions import CONDITIONS, Condition
-from parity.judge.counterfactual.search import CLASSES, UNCOUNTED, Proof, Search, class_of, search
+from parity.judge.counterfactual.search import CLASSES, UNCOUNTED, Proof, Search, Trial, class_of, search
+from parity.judge.train.proving import Proving
 
 TABLE = (
     Condition("rng", "rng", 0, "both"),
@@ -195,3 +196,22 @@ def test_every_proof_has_a_class(chosen: set[Condition], stable: bool, ulp: int,
     name, cause = class_of(proof(*(c.name for c in chosen)), eager_is_stable=stable, max_ulp=ulp, rng_alignable=alignable)
     assert name in CLASSES
     assert bool(cause) == bool(chosen)
+
+
+@pytest.mark.parametrize(("holding", "conditions"), [(({"a"},), ("a",)), (({"a", "b"},), ("a", "b")), ((), None)])
+def test_a_proof_that_does_not_hold_is_widened_by_all_that_quiets(
+    monkeypatch: pytest.MonkeyPatch, holding: tuple[set[str], ...], conditions: tuple[str, ...] | None
+) -> None:
+    """An op that is noisy now and then agrees with itself in the few runs of a search."""
+    made = object.__new__(Proving)
+    made.notes = []
+    first = Search(Proof(("a",), ("nondeterministic-kernel",), True), (Trial(("a",), 0),), False)
+    monkeypatch.setattr(made, "_candidates", lambda: ())
+    monkeypatch.setattr(made, "_searched", lambda candidates: first)
+    monkeypatch.setattr(made, "quietest", lambda names: (*names, "b"))
+    monkeypatch.setattr(made, "holds", lambda proof: set(proof.conditions) in holding)
+    found = made.find()
+    assert (found.proof.conditions if found.proof is not None else None) == conditions
+    assert found.tried == first.tried
+    assert bool(made.notes) == (conditions != ("a",))
+    assert found.proof is None or found.proof.minimal == (conditions == ("a",))

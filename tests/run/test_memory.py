@@ -1,4 +1,4 @@
-"""Freed memory stays with a child within a row, and goes back between rows."""
+"""Freed memory stays with a child within a row, and what is more than its share goes back between rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+from parity.run.memory import fair_share
 
 PROGRAM = """
 import resource, torch
@@ -23,7 +25,7 @@ def use():
     torch.ones(2**26)  # 256 MiB
     return faults() - before
 
-give_back = hold() if {held} else lambda: None
+give_back = hold({share}) if {held} else lambda: None
 for _ in range(10):  # an aligned block fits into a freed one only with room to spare
     use()
 again, kept = use() + use(), resident()
@@ -32,9 +34,9 @@ print(again, kept, resident())
 """
 
 
-def measured(held: bool) -> tuple[int, int, int]:
+def measured(held: bool, share: int = 0) -> tuple[int, int, int]:
     """Page faults of two more uses of as much memory; resident MiB after it, and after giving back."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM.replace("{held}", str(held))], text=True, capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(held=held, share=share)], text=True, capture_output=True, check=True)
     again, kept, left = map(int, done.stdout.split())
     return again, kept, left
 
@@ -44,3 +46,10 @@ def test_what_is_freed_is_used_again_and_given_back() -> None:
     again, kept, left = measured(held=True)
     assert kept - left > 200
     assert again * 10 < measured(held=False)[0]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left as they are")
+def test_a_process_within_its_share_keeps_what_it_has() -> None:
+    _, kept, left = measured(held=True, share=2**40)
+    assert kept - left < 20
+    assert 2**28 < fair_share() < 2**45

@@ -56,9 +56,16 @@ class Proving:
         it stands for generators that are put back after a capture.
         """
         found = self._searched(self._candidates())
-        if found.proof is not None and found.proof.conditions and not self.holds(found.proof):
-            return Search(None, found.tried, found.cut)
-        return found
+        if found.proof is None or not found.proof.conditions or self.holds(found.proof):
+            return found
+        return self._widened(found, found.proof)
+
+    def _widened(self, found: Search, proof: Proof) -> Search:
+        """Of an op that is noisy now and then a search may miss the noise: then all that quiets this step, more than is needed."""
+        self.notes.append(f"under {', '.join(proof.conditions)} all agreed at first, and not in {QUORUM} runs")
+        wider = Proof(self.quietest(proof.conditions), proof.causes, minimal=False)
+        holds = wider.conditions != proof.conditions and self.holds(wider)
+        return Search(wider if holds else None, found.tried, found.cut)
 
     def _candidates(self) -> tuple[Condition, ...]:
         self.ops = self.eager.noisy_ops()

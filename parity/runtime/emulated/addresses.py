@@ -27,15 +27,58 @@ TAPES_OWN: Final = "_parity_of_a_tape"
 """Attribute of the tensors that a tape itself looks through: no Python code of a model's holds them."""
 
 
+class Layout(NamedTuple):
+    """How a storage is looked at."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    conjugate: bool
+    negative: bool
+
+    @property
+    def reach(self) -> int:
+        """Bytes from the start of the storage to the end of the last element."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
+    def at(self, storage: UntypedStorage, empty: bool = False) -> list[Tensor]:
+        """Tensors that look at a storage this way, the last being the one to compute with; ``empty``: at nothing yet."""
+        plain = torch.empty(0, dtype=self.dtype)
+        views = [plain if empty else plain.set_(storage, self.offset, self.shape, self.stride)]
+        if self.conjugate:
+            views.append(views[-1].conj())
+        if self.negative:
+            views.append(torch._neg_view(views[-1]))
+        for view in views:
+            setattr(view, TAPES_OWN, True)
+        return views
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    return Layout(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+
 class Ref:
-    """A tensor of the tape: a storage, and how it is looked at."""
+    """A tensor of the tape: a storage, and how it is looked at. ``tensor`` keeps the storage of another alive; what the capture
+    allocated itself is not kept, and has none until the tape is finished."""
 
-    __slots__ = ("key", "tensor")
+    __slots__ = ("key", "layout", "tensor")
 
-    def __init__(self, tensor: Tensor, key: int) -> None:
+    def __init__(self, layout: Layout, key: int, tensor: Tensor | None) -> None:
+        self.layout, self.key = layout, key
         self.tensor = tensor
-        setattr(tensor, TAPES_OWN, True)
-        self.key = key
+        if tensor is not None:
+            setattr(tensor, TAPES_OWN, True)
+
+
+def moved(views: Iterable[Tensor], storage: UntypedStorage) -> None:
+    """From now on the views look at this storage, each as it did."""
+    for view in views:
+        view.set_(storage, view.storage_offset(), view.shape, view.stride())
 
 
 class External:
@@ -53,14 +96,9 @@ class External:
 
     def adopt(self, ref: Ref) -> None:
         """From now on the tensor looks at the address and keeps nothing alive."""
-        old, conjugate, negative = ref.tensor, ref.tensor.is_conj(), ref.tensor.is_neg()
-        view = torch.empty(0, dtype=old.dtype).set_(self.raw, old.storage_offset(), old.shape, old.stride())
-        self.views.append(view)
-        if conjugate:
-            view = view.conj()
-        ref.tensor = torch._neg_view(view) if negative else view
-        if ref.tensor is not view:
-            self.views.append(ref.tensor)
+        views = ref.layout.at(self.raw)
+        self.views += views
+        ref.tensor = views[-1]
 
     def hold(self) -> UntypedStorage | None:
         """The storage, if it is alive and where it was; else None, and the views look at poison."""
@@ -69,8 +107,7 @@ class External:
             return storage
         if self.poison is None:
             self.poison = UntypedStorage(self.nbytes)
-            for view in self.views:
-                view.set_(self.poison, view.storage_offset(), view.shape, view.stride())
+            moved(self.views, self.poison)
         self.poison.fill_(POISON)  # type: ignore[attr-defined]
         return None
 

@@ -14,6 +14,7 @@ from parity.runtime.legality import tensors_in, violation
 from .generators import counter_for, drawing
 from .memory import Block, block_of, is_marked, is_pinned, mark, pin
 from .plans import Plan, plan_of
+from .repeats import REPEATS, still
 from .state import CPU, STATE
 from .tape import flat_tensors, look
 
@@ -88,7 +89,9 @@ class DispatchMode(TorchDispatchMode):
         if graph is not None:
             graph.launch(plan, STATE.stream)
             op = graph.tape.begin(func, plan, args, kwargs, counter)
-        if counter is None:
+        if plan.heavy and not torch.is_grad_enabled() and still(func, args):
+            out = REPEATS.result(func, func, args, kwargs, keep=True)
+        elif counter is None:
             out = func(*args, **kwargs)
         else:
             with drawing(counter, kwargs.get("generator")):

@@ -10,6 +10,7 @@ import torch
 
 from .calls import FunctionMode
 from .dispatch import DispatchMode
+from .repeats import REPEATS
 from .state import STATE
 
 _ABSENT: Final = object()
@@ -61,6 +62,7 @@ class device:  # noqa: N801 - used as torch.cuda.device is
                 STATE.graph.abort()
             STATE.stream, STATE.force, STATE.context = STATE.default, None, False
             STATE.scopes.clear()
+            REPEATS.forget()
             self._restore()
 
     @staticmethod

@@ -141,7 +141,7 @@ def drawing(counter: Counter, generator: _HostGenerator | None) -> Iterator[None
     before = lent.get_state()
     try:
         yield
-        if lent.get_state().tolist() != before.tolist():  # attention without dropout is tagged as random and draws nothing
+        if not torch.equal(lent.get_state(), before):  # attention without dropout is tagged as random and draws nothing
             counter.advance()
     finally:
         if generator is None:

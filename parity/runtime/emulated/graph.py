@@ -133,7 +133,7 @@ class CUDAGraph:
 
     @property
     def owned_bytes(self) -> int:
-        return 0 if self._tape is None else sum(s.nbytes() for s in self._tape.owned.values())
+        return 0 if self._tape is None else sum(owned.nbytes for owned in self._tape.owned.values())
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether this graph's capture allocated the tensor's storage."""

@@ -11,6 +11,8 @@ from torch._ops import OpOverload
 
 from parity.runtime.legality import WRONG_STREAM
 
+from .repeats import COSTS
+
 _COPIES: Final = frozenset({"aten::copy_", "aten::copy"})
 _INDEXED: Final = frozenset(
     {
@@ -34,7 +36,7 @@ class Plan:
     """What an operation does, tensors aside.
 
     ``composite``: made of other operations, with no kernel of its own. ``blind``: reads no data of its operands. ``recorded``: launches
-    a kernel. ``writes``: arguments written, by position and name.
+    a kernel. ``heavy``: so much that its results are worth remembering. ``writes``: arguments written, by position and name.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Plan:
     seeded: bool
     transfer: bool
     wrong_stream: bool
+    heavy: bool
     writes: tuple[tuple[int, str], ...]
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -86,5 +89,6 @@ def _read(func: OpOverload[..., Any]) -> Plan:
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         transfer=name in _COPIES or name == "aten::_to_copy",
         wrong_stream=name in WRONG_STREAM,
+        heavy=name in COSTS and not schema.is_mutable,
         writes=() if metadata else writes or _HIDDEN_WRITES.get(name, ()),
     )

@@ -1,9 +1,10 @@
 """The recorded operations of one capture, with the storages that they read and write, and their replay.
 
-What the capture allocated is owned and kept alive. Everything else is known by address and held weakly, as a CUDA graph holds it: once
-freed, or moved, a replay reads poison there and says so. A capture computes (later captures need sensible shapes and indices) but must
-seem to have computed nothing: what it wrote outside is undone at its end, and what it owns is poisoned when somebody first looks: at
-the first replay, or at the first operation outside a capture that reads it. Memory is never reused within a tape or between tapes.
+What the capture allocated is owned, and kept alive as far as a replay or anybody else can tell. Everything else is known by address
+and held weakly, as a CUDA graph holds it: once freed, or moved, a replay reads poison there and says so. A capture computes (later ones
+need sensible shapes and indices) but must seem to have computed nothing: what it wrote outside is undone at its end, and what it owns
+is poisoned when somebody first looks: at the first replay, or at the first operation outside a capture that reads it. Memory that
+anybody can see is never reused within a tape or between tapes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from torch._ops import OpOverload
 
 from parity.runtime.errors import StaleGraph
 
-from .addresses import POISON, DeadRead, External, Ref, filled, refs_in
+from .addresses import POISON, DeadRead, External, Ref, filled, layout_of, refs_in
 from .generators import Counter, drawing
 from .memory import Block, block_of
 from .plans import Plan
+from .repeats import REPEATS, still
 from .state import STATE, quiet
+from .transient import SMALL, Owned, Transient, Use, put
 
 _numbers = itertools.count(1)
 aten = torch.ops.aten
@@ -37,6 +40,8 @@ class _Op:
     kwargs: dict[str, Any]
     counter: Counter | None
     grad: bool  # some kernels keep a workspace for backward if gradients are enabled
+    heavy: bool
+    writes: list[int]  # storages, by identity
     results: list[tuple[int, Ref]] = field(default_factory=list)
     single: bool = False  # it returns one tensor, not a list
 
@@ -45,10 +50,25 @@ class _Step(NamedTuple):
     call: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    result: Tensor | None  # where the only result goes
-    results: tuple[tuple[int, Tensor], ...]  # or where several go
+    result: Tensor | Transient | None  # where the only result goes
+    results: tuple[tuple[int, Tensor | Transient], ...]  # or where several go
     counter: Counter | None
     grad: bool
+    heavy: OpOverload[..., Any] | None  # whose results are worth remembering
+    last: tuple[Transient, ...]  # what is not used again
+
+
+def _uses(ops: Iterable[_Op]) -> dict[int, Use]:
+    """Per storage what operations do to it, in their order."""
+    found: dict[int, Use] = {}
+    for place, op in enumerate(ops):
+        for ref in [*refs_in(op.args), *refs_in(op.kwargs.values())]:
+            found.setdefault(ref.key, Use()).add(ref, place)
+        for _, ref in op.results:
+            found.setdefault(ref.key, Use()).add(ref, place, result=True)
+        for key in op.writes:
+            found[key].written = True
+    return found
 
 
 def flat_tensors(out: Any) -> list[Any]:
@@ -71,7 +91,7 @@ def look(blocks: Iterable[Block | None]) -> None:
 class Tape:
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.owned: dict[int, UntypedStorage] = {}
+        self.owned: dict[int, Owned] = {}
         self.stale: list[DeadRead] = []
         self.sealed = False
         self._ops: list[_Op] = []
@@ -79,6 +99,11 @@ class Tape:
         self._undo: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         self._externals: list[External] = []
         self._steps: list[_Step] = []
+        self._kept: list[UntypedStorage] = []
+        self._repeatable = False
+        self._counters: list[Counter] = []
+        self._reads: list[UntypedStorage] = []  # whose values from before a replay count
+        self._writes: list[UntypedStorage] = []
 
     def __len__(self) -> int:
         return len(self._steps) or len(self._ops)
@@ -90,12 +115,15 @@ class Tape:
         """Before the operation runs. None: it launches no kernel."""
         if not plan.recorded:
             return None
-        for tensor in plan.written(args, kwargs):
-            storage = tensor.untyped_storage()
+        writes = [tensor.untyped_storage() for tensor in plan.written(args, kwargs)]
+        for storage in writes:
             if storage._cdata not in self.owned and storage._cdata not in self._undo:
                 self._undo[storage._cdata] = (storage, storage.clone())
         note = self._noted
-        return _Op(func, [note(a, plan) for a in args], {k: note(v, plan) for k, v in kwargs.items()}, counter, torch.is_grad_enabled())
+        return _Op(
+            func, [note(a, plan) for a in args], {k: note(v, plan) for k, v in kwargs.items()}, counter, torch.is_grad_enabled(),
+            plan.heavy, [storage._cdata for storage in writes],
+        )  # fmt: skip
 
     def _noted(self, value: Any, plan: Plan) -> Any:
         if isinstance(value, (list, tuple)):
@@ -108,16 +136,14 @@ class Tape:
 
     def _ref(self, tensor: Tensor) -> Ref:
         cdata = tensor.untyped_storage()._cdata
-        key = (
-            cdata, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-        )  # fmt: skip
-        ref = self._refs.get(key)
+        layout = layout_of(tensor)
+        ref = self._refs.get((cdata, layout))
         if ref is None:  # an alias made below autograd: later changes of the tensor's own metadata do not reach it
-            ref = self._refs[key] = Ref(aten.alias.default(tensor), cdata)
+            ref = self._refs[cdata, layout] = Ref(layout, cdata, None if cdata in self.owned else aten.alias.default(tensor))
         return ref
 
     def own(self, storage: UntypedStorage) -> None:
-        self.owned[storage._cdata] = storage
+        self.owned[storage._cdata] = Owned(storage)
 
     def end(self, op: _Op, plan: Plan, out: Any, results: Iterable[tuple[int, Tensor]]) -> None:
         """After it ran. ``results``: what it returned in new storages, by place in ``out``."""
@@ -135,38 +161,64 @@ class Tape:
 
     def finish(self) -> None:
         """Recording is over: externals become weak, calls are built once and for all."""
-        externals: dict[int, External] = {}
+        uses = _uses(self._ops)
         with quiet():
-            for ref in self._used():
-                if ref.key not in self.owned:
-                    if ref.key not in externals:
-                        externals[ref.key] = External(ref.tensor.untyped_storage())
-                    externals[ref.key].adopt(ref)
-        self._externals = list(externals.values())
-        for op in self._ops:
-            results = tuple((i, ref.tensor) for i, ref in op.results)
+            transients = {key: found for key, use in uses.items() if (found := self._placed(key, use)) is not None}
+            kept = {storage._cdata for storage in self._kept}
+            self._kept += [s for s in self._alive() if s._cdata not in kept]
+        last: dict[int, list[Transient]] = {}
+        for key, transient in transients.items():
+            last.setdefault(uses[key].last, []).append(transient)
+        for place, op in enumerate(self._ops):
+            results = tuple((i, transients.get(ref.key) or filled(ref)) for i, ref in op.results)
             args, kwargs = tuple(filled(a) for a in op.args), {k: filled(v) for k, v in op.kwargs.items()}
             call = getattr(op.func, "_op", op.func)
-            plain = op.single and bool(results)
-            self._steps.append(
-                _Step(call, args, kwargs, results[0][1] if plain else None, () if plain else results, op.counter, op.grad)
-            )
+            single, several = (results[0][1], ()) if op.single and results else (None, results)
+            heavy = op.func if op.heavy and not op.grad and still(op.func, args) else None
+            self._steps.append(_Step(call, args, kwargs, single, several, op.counter, op.grad, heavy, tuple(last.get(place, ()))))
+        self._repeatable = not any(op.grad for op in self._ops)
+        self._counters = [op.counter for op in self._ops if op.counter is not None]
         self._ops, self._refs = [], {}
         number = self.number
         STATE.unsealed[number] = weakref.ref(self, lambda _: STATE.unsealed.pop(number, None))
 
-    def _used(self) -> Iterable[Ref]:
-        """What recorded operations look at, in their order, each once."""
-        found: dict[int, Ref] = {}
-        for op in self._ops:
-            for ref in [*refs_in(op.args), *refs_in(op.kwargs.values()), *(ref for _, ref in op.results)]:
-                found[id(ref)] = ref
-        return found.values()
+    def _placed(self, key: int, use: Use) -> Transient | None:
+        """Gives the refs of one storage their tensors. Returns it if it is transient."""
+        if key not in self.owned:
+            origin = next(ref.tensor for ref in use.refs.values() if ref.tensor is not None)
+            external = External(origin.untyped_storage())
+            self._externals.append(external)
+            for ref in use.refs.values():
+                external.adopt(ref)
+            self._noted_use(use, external.raw)
+            return None
+        nbytes, storage = self.owned[key].nbytes, self.owned[key].alive()
+        if storage is None and use.fills(nbytes) and nbytes >= SMALL and use.reach <= nbytes and use.born is not None:
+            transient = Transient(nbytes, use.born.layout)
+            for ref in use.refs.values():
+                ref.tensor = transient.adopt(ref.layout)
+            return transient
+        if storage is None:
+            storage = UntypedStorage(max(nbytes, use.reach))
+        self._kept.append(storage)
+        for ref in use.refs.values():
+            ref.tensor = ref.layout.at(storage)[-1]
+        self._noted_use(use, storage)
+        return None
+
+    def _noted_use(self, use: Use, storage: UntypedStorage) -> None:
+        if storage.nbytes() and not use.fills(storage.nbytes()):
+            self._reads.append(storage)
+        if storage.nbytes() and use.written:
+            self._writes.append(storage)
+
+    def _alive(self) -> list[UntypedStorage]:
+        return [storage for owned in self.owned.values() if (storage := owned.alive()) is not None]
 
     # ------------------------------------------------------------ sealing
     def poison(self, byte: int = POISON) -> None:
         with quiet():
-            for storage in self.owned.values():
+            for storage in self._kept or self._alive():
                 storage.fill_(byte)  # type: ignore[attr-defined]
 
     def seal(self) -> None:
@@ -193,7 +245,7 @@ class Tape:
             read = {external.address for external in self._externals}
             for weak in list(STATE.unsealed.values()):
                 tape = weak()
-                if tape is not None and any(s.data_ptr() in read for s in tape.owned.values()):
+                if tape is not None and any(s.data_ptr() in read for s in tape._kept):
                     tape.seal()
 
     def replay(self) -> None:
@@ -203,7 +255,10 @@ class Tape:
             held = [(external, external.hold()) for external in self._externals]  # held: nothing may die half way
             self.stale = [external.dead_read for external, storage in held if storage is None]
             try:
-                self._run()
+                if self._repeatable and not self.stale:
+                    REPEATS.replay(self.number, self._reads, self._writes, self._ran_still)
+                else:
+                    self._run()
             except (RuntimeError, IndexError) as error:
                 if self.stale:
                     dead = ", ".join(map(str, self.stale))
@@ -213,20 +268,30 @@ class Tape:
                     ) from error
                 raise
 
+    def _ran_still(self) -> bool:
+        """Runs; returns whether nothing was drawn."""
+        before = [(counter.seed, counter.offset) for counter in self._counters]
+        self._run()
+        return before == [(counter.seed, counter.offset) for counter in self._counters]
+
     def _run(self) -> None:
         enabled = False
-        for call, args, kwargs, result, results, counter, grad in self._steps:
+        for call, args, kwargs, result, results, counter, grad, heavy, last in self._steps:
             if grad is not enabled:
                 torch._C._set_grad_enabled(grad)
                 enabled = grad
-            if counter is None:
+            if heavy is not None:
+                out = REPEATS.result(heavy, call, args, kwargs, keep=not isinstance(result, Tensor))
+            elif counter is None:
                 out = call(*args, **kwargs)
             else:
                 with drawing(counter, kwargs.get("generator")):
                     out = call(*args, **kwargs)
             if result is not None:
-                result.copy_(out)
+                put(out, result)
             elif results:
-                leaves = flat_tensors(out)
                 for i, target in results:
-                    target.copy_(leaves[i])
+                    put(flat_tensors(out)[i], target)
+            del out
+            for transient in last:
+                transient.drop()
