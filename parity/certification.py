@@ -24,14 +24,14 @@ from parity.rows.case import CASE
 from parity.rows.discovery import Catalogue, DiscoveryError
 from parity.rows.row import ARMS, Row
 from parity.run.isolate import Options, Pool, probe
-from parity.run.nursery import RunError
+from parity.run.nursery import Nursery, RunError
 
 STUDY: Final = "parity.judge.explain.study:judge"
 
 
-def studies(rows: Sequence[Row], options: Options) -> Generator[Outcome, None, None]:
+def studies(rows: Sequence[Row], options: Options, warming: Nursery | None = None) -> Generator[Outcome, None, None]:
     """What children learn about rows, each in a process of its own: the arm ``eager`` is studied, any other is judged."""
-    with Pool(replace(options, judge=STUDY, isolation="fork")) as pool:
+    with Pool(replace(options, judge=STUDY, isolation="fork"), warming) as pool:
         yield from pool.run([[row] for row in rows])
 
 
@@ -106,7 +106,7 @@ class Certification:
             rows = emulated
         if controls:
             rows = with_controls(catalogue, rows)
-        self.options = Options(self.engine, catalogue.sources, **options)
+        self.options = Options(self.engine, catalogue.sources, devices=tuple(probed["devices"]), **options)
         self.pool = Pool(self.options)
         self.reports = reports
         self.shard = shard

@@ -7,19 +7,19 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
-from parity.certification import studies
+from parity.certification import STUDY, studies
 from parity.judge.outcome import Outcome
 from parity.record.explanation import Explanation, explanation, render
 from parity.rows.discovery import Catalogue, DiscoveryError, discover, is_case, usual_sources
 from parity.rows.row import Row
-from parity.run.isolate import Options, probe
+from parity.run.isolate import Options, probe, warming
 
 _SHAPE: Final = re.compile(r"(\d+(x\d+)*)?(:[a-z0-9]+)?")
 _FACTORY: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -107,15 +107,19 @@ def _factory(text: str, inputs: Sequence[str], folder: Path) -> Target:
 
 def answer(target: Target, engine: str, *, timeout: float = 300.0, seed: int = 0) -> Explanation:
     """Judges and studies the target in children and puts the answer together. Raises BadTarget, RunError."""
-    if engine == "auto":
-        engine = probe(target.catalogue.sources, engine, [target.rows[0].zoo])["engine"]
+    sources, name = target.catalogue.sources, target.rows[0].zoo
     study = target.rows[0].with_arm("eager")
-    options = Options(engine, target.catalogue.sources, timeout=timeout, seed=seed)
-    outcomes: dict[str, Outcome] = {outcome.row: outcome for outcome in studies((study, *target.rows), options)}
+    with closing(warming(sources, [name], STUDY)) as server:
+        devices: Sequence[str] = ()
+        if engine != "emulated":
+            probed = probe(sources, engine, [name])  # while the server imports
+            engine, devices = probed["engine"], probed["devices"]
+        options = Options(engine, sources, timeout=timeout, seed=seed, devices=tuple(devices))
+        outcomes: dict[str, Outcome] = {outcome.row: outcome for outcome in studies((study, *target.rows), options, server)}
     judged = [outcomes[row.id] for row in target.rows]
     if target.ours and judged[0].status == "broken":
         raise BadTarget(_at_fault(outcomes[study.id], judged[0]))
-    declared, zoo = target.catalogue.declaration(target.rows[0]), target.catalogue.zoo(target.rows[0].zoo)
+    declared, zoo = target.catalogue.declaration(target.rows[0]), target.catalogue.zoo(name)
     known = {row.arm: declared.expectation(row, engine, zoo.version()) for row in target.rows if judged[0].status == "judged"}
     return explanation(target.given, engine, judged, outcomes[study.id], known)
 

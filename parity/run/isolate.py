@@ -73,7 +73,7 @@ def probe(sources: Sequence[str], engine: str = "auto", zoos: Sequence[str] = ()
     """
     if engine not in ("auto", "cuda", "emulated"):
         raise ValueError(f"engine={engine!r} is none of auto, cuda, emulated")
-    settings = {"sources": list(sources), "zoos": [], "judge": ""}
+    settings = _settings(sources, (), "")
     device = "" if engine == "emulated" else None
     with contextlib.closing(Nursery({**settings, "warm": False})) as nursery:
         wanted = "auto" if engine == "cuda" else engine
@@ -84,13 +84,25 @@ def probe(sources: Sequence[str], engine: str = "auto", zoos: Sequence[str] = ()
     return found
 
 
+def warming(sources: Sequence[str], zoos: Iterable[str], judge: str) -> Nursery:
+    """A server that imports what a pool will need while its owner does something else, such as ``probe``. To be given to the pool, or
+    closed."""
+    return Nursery({**_settings(sources, zoos, judge), "warm": True})
+
+
+def _settings(sources: Sequence[str], zoos: Iterable[str], judge: str) -> dict[str, Any]:
+    return {"sources": list(sources), "zoos": sorted(zoos), "judge": judge}
+
+
 class Pool:
     """Judges rows in children. A context manager: on leaving it, whatever happened, no process is left."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, warming: Nursery | None = None) -> None:
+        """``warming``: see there; for these rows' zoos and this judge. It ends with the pool."""
         self.options = options
         self.stats = Stats()
         self._devices = options.devices
+        self._warming = warming
         self._nursery: Nursery | None = None
         self._warmed: frozenset[str] = frozenset()
         self._leases: dict[int, Lease] = {}
@@ -140,12 +152,10 @@ class Pool:
         if self._nursery is not None and not zoos <= self._warmed:
             self._end_everything()
         if self._nursery is None:
+            self._nursery, self._warming = self._warming, None
             warm = self.options.isolation != "spawn"
-            self._nursery = Nursery({**self._settings(sorted(zoos)), "warm": warm})
+            self._nursery = self._nursery or Nursery({**_settings(self.options.sources, zoos, self.options.judge), "warm": warm})
             self._warmed = zoos
-
-    def _settings(self, zoos: Sequence[str]) -> dict[str, Any]:
-        return {"sources": list(self.options.sources), "zoos": list(zoos), "judge": self.options.judge}
 
     def _queue(self, groups: Sequence[Sequence[Row]], hints: Mapping[str, float]) -> deque[Job]:
         usual = sum(hints.values()) / len(hints) if hints else 0.0
@@ -180,7 +190,7 @@ class Pool:
         assert self._nursery is not None
         device = self._free.pop(0)
         task = {"engine": self.options.engine, "device": device, "seed": self.options.seed}
-        child = self._nursery.start({**self._settings([job.rows[0].zoo]), **task})
+        child = self._nursery.start({**_settings(self.options.sources, [job.rows[0].zoo], self.options.judge), **task})
         now = time.monotonic()
         lease = Lease(device, child, job, began=now, deadline=now + START_LIMIT)
         self._leases[lease.child.number] = lease
@@ -284,6 +294,7 @@ class Pool:
 
     def _end_everything(self) -> None:
         self._leases.clear()
-        if self._nursery is not None:
-            nursery, self._nursery = self._nursery, None
-            nursery.close()
+        for nursery in (self._nursery, self._warming):
+            if nursery is not None:
+                nursery.close()
+        self._nursery = self._warming = None

@@ -17,7 +17,7 @@ from leftovers import processes_with, wait_until
 
 from parity.rows.row import Row, Settings
 from parity.run import isolate
-from parity.run.isolate import NoDevice, Options, Pool, RunError, probe
+from parity.run.isolate import NoDevice, Options, Pool, RunError, probe, warming
 from parity.run.lease import Stats
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +117,23 @@ def test_a_pool_runs_twice_and_takes_new_zoos(folder):
         assert pool._nursery.process.pid == server, "the same zoos need no new server"
         other = list(pool.run([[row(zoo="rotten")]]))
     assert [o.status for o in first + again + other] == ["judged", "judged", "broken"]
+
+
+def test_a_server_that_imports_already_is_taken_over(folder, monkeypatch):
+    chosen = options()
+    server = warming(chosen.sources, ["fake"], chosen.judge)
+    monkeypatch.setattr(isolate, "Nursery", lambda settings: pytest.fail("another server was started"))
+    with Pool(chosen, server) as pool:
+        assert [o.status for o in pool.run([[row()]])] == ["judged"]
+    assert server.process.returncode is not None
+
+
+def test_a_server_that_was_not_needed_ends_with_the_pool(folder):
+    server = warming(options().sources, ["fake"], options().judge)
+    with Pool(options(), server):
+        pass
+    assert server.process.returncode is not None
+    server.close()  # by its owner, once more
 
 
 # ---- judged again
