@@ -75,7 +75,7 @@ def probe(sources: Sequence[str], engine: str = "auto", zoos: Sequence[str] = ()
         raise ValueError(f"engine={engine!r} is none of auto, cuda, emulated")
     settings = _settings(sources, (), "")
     device = "" if engine == "emulated" else None
-    with contextlib.closing(Nursery({**settings, "warm": False})) as nursery:
+    with contextlib.closing(Nursery({**settings, "warm": ""})) as nursery:
         wanted = "auto" if engine == "cuda" else engine
         child = nursery.start({**settings, "engine": wanted, "device": device, "seed": 0})
         found: dict[str, Any] = nursery.ask(child, {"probe": list(zoos)}, START_LIMIT)["probed"]
@@ -85,9 +85,9 @@ def probe(sources: Sequence[str], engine: str = "auto", zoos: Sequence[str] = ()
 
 
 def warming(sources: Sequence[str], zoos: Iterable[str], judge: str) -> Nursery:
-    """A server that imports what a pool will need while its owner does something else, such as ``probe``. To be given to the pool, or
-    closed."""
-    return Nursery({**_settings(sources, zoos, judge), "warm": True})
+    """A server for a few rows: it imports torch, while its owner does something else, such as ``probe``, and leaves it to children to
+    import what a row needs of its zoo. To be given to a pool, or closed."""
+    return Nursery({**_settings(sources, zoos, judge), "warm": "torch"})
 
 
 def _settings(sources: Sequence[str], zoos: Iterable[str], judge: str) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class Pool:
             self._end_everything()
         if self._nursery is None:
             self._nursery, self._warming = self._warming, None
-            warm = self.options.isolation != "spawn"
+            warm = "" if self.options.isolation == "spawn" else "whole"
             self._nursery = self._nursery or Nursery({**_settings(self.options.sources, zoos, self.options.judge), "warm": warm})
             self._warmed = zoos
 

@@ -30,12 +30,14 @@ BOOT: Final = "import json, sys; s = json.loads(sys.argv[1]); sys.path[:] = s['p
 
 
 def main(settings: Mapping[str, Any]) -> None:
-    """``settings``: ``control`` (descriptor), ``folder``, ``path`` (sys.path), ``warm``, and what ``warm.load`` takes."""
+    """``settings``: ``control`` (descriptor), ``folder``, ``path`` (sys.path), ``warm`` (empty, ``torch`` or
+    ``whole``: zoos, too), and what ``warm.load`` takes."""
     control = Connection(settings["control"])
     os.set_inheritable(control.fileno(), False)
     process.adopt_orphans()
     try:
-        warmth = warm.load(settings["sources"], settings["zoos"], settings["judge"]) if settings["warm"] else None
+        asked = {name: settings[name] for name in ("sources", "zoos", "judge")}
+        warmth = warm.load(**asked, whole=settings["warm"] == "whole") if settings["warm"] else None
         failure = warmth.unsafe if warmth else ""
     except warm.SetupError as error:
         warmth, failure = None, str(error)

@@ -38,8 +38,9 @@ class Warmth:
     unsafe: str = ""
 
 
-def load(sources: Sequence[str], zoos: Sequence[str] = (), judge: str = "") -> Warmth:
-    """Finds the families, imports torch, the judge (``module:function``) and the named zoos.
+def load(sources: Sequence[str], zoos: Sequence[str] = (), judge: str = "", whole: bool = True) -> Warmth:
+    """Finds the families, imports torch, the judge (``module:function``) and the named zoos; not ``whole``: those only when a row needs
+    them, for a few rows do not need all.
 
     Raises SetupError where there are no families or no judge. A zoo that cannot be imported is put into ``missing``.
     """
@@ -54,7 +55,7 @@ def load(sources: Sequence[str], zoos: Sequence[str] = (), judge: str = "") -> W
     missing: dict[str, tuple[str, str]] = {}
     unsafe = fork_danger("importing torch and the judge")
     for zoo in named:
-        if problem := _warm(zoo):
+        if problem := _warm(zoo, whole):
             missing[zoo.name] = problem
         unsafe = unsafe or fork_danger(f"the zoo {zoo.name}: its warm()")
     return Warmth(catalogue, function, missing, unsafe)
@@ -98,11 +99,12 @@ def _driver_open() -> bool:
     return False
 
 
-def _warm(zoo: Zoo) -> tuple[str, str] | None:
+def _warm(zoo: Zoo, whole: bool) -> tuple[str, str] | None:
     try:
         if not _importable(zoo.module):
             return "unavailable", f"{zoo.module} is not installed: {zoo.install}"
-        zoo.warm()
+        if whole:
+            zoo.warm()
     except ModuleNotFoundError as error:
         return "unavailable", f"zoo {zoo.name} needs {error.name}, which is not installed: {zoo.install}"
     except Exception as error:

@@ -59,6 +59,7 @@ class Cudart:
         self._edges = function("cudaGraphGetEdges" + suffix, pointer, pointer, pointer, pointer, pointer)
         self._depend = function("cudaGraphAddDependencies" + suffix, pointer, pointer, pointer, pointer, size)
         self._add = function("cudaGraphAddMemcpyNode1D", pointer, pointer, pointer, size, pointer, pointer, size, number)
+        self._place = function("cudaGraphMemcpyNodeSetParams1D", pointer, pointer, pointer, size, number)
         self._destroy = function("cudaGraphDestroyNode", pointer)
         self._instantiate = function("cudaGraphInstantiateWithFlags", pointer, pointer, ctypes.c_ulonglong)
         self._end = function("cudaGraphExecDestroy", pointer)
@@ -113,6 +114,10 @@ class Cudart:
 
     def depend(self, graph: int, before: Sequence[int], after: Sequence[int]) -> None:
         self.check("an edge of a graph", self._depend(graph, self._array(before), self._array(after), None, len(after)))
+
+    def place(self, node: int, target: int, source: int, nbytes: int) -> None:
+        """Changes a node of the graph itself, for what is instantiated of it later."""
+        self.check("a copy as a node", self._place(node, target, source, nbytes, DEVICE_TO_DEVICE))
 
     def instantiate(self, graph: int) -> int:
         """An executable graph, for ``end`` to end."""

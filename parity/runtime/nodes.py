@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -141,36 +141,41 @@ class Copies:
         """The executable graph that was told others the longest ago, told these ``addresses``. Raises as ``tell`` does."""
         if not self._nodes:
             raise Unfit("copies as nodes of a graph", 0, "they were withdrawn")
-        if self._spare:
-            self._another()
-        executable = next(iter(self._told))
-        told = self._told[executable] = self._told.pop(executable)
-        self.known.pop(tuple(told), None)
-        for i, (node, own, nbytes) in enumerate(self._ends):
-            address = addresses[i]
-            if address == told[i]:
-                continue
-            if node:
-                told[i] = 0
-                arrives = i < len(self.positions)
-                target, source = (own, address) if arrives else (address, own)
-                if code := self.runtime.tell(executable, node, target, source, nbytes, DEVICE_TO_DEVICE):
-                    self.runtime.check("where an input lies" if arrives else "where a result goes", code)
-            told[i] = address
+        executable = self._another(addresses) if self._spare else 0
+        if not executable:
+            executable = next(iter(self._told))
+            told = self._told[executable] = self._told.pop(executable)
+            self.known.pop(tuple(told), None)
+            for i, (node, target, source, nbytes) in enumerate(self._copies(addresses)):
+                if node and addresses[i] != told[i]:
+                    told[i] = 0
+                    if code := self.runtime.tell(executable, node, target, source, nbytes, DEVICE_TO_DEVICE):
+                        self.runtime.check("where an input lies" if i < len(self.positions) else "where a result goes", code)
+                told[i] = addresses[i]
         self.known[addresses] = executable
         return executable
 
-    def _another(self) -> None:
-        """Makes another executable graph, which knows no address; where there is no room for it, there is none."""
+    def _copies(self, addresses: tuple[int, ...]) -> Iterator[tuple[int, int, int, int]]:
+        """Node, target, source, bytes of each copy, where inputs and results lie there."""
+        for i, ((node, own, nbytes), address) in enumerate(zip(self._ends, addresses, strict=True)):
+            yield (node, own, address, nbytes) if i < len(self.positions) else (node, address, own, nbytes)
+
+    def _another(self, addresses: tuple[int, ...]) -> int:
+        """Another executable graph, made with these addresses; 0 where there is no room for it. Those that the graph holds may be
+        nobody's by now, and to instantiate it with such ones has ended a process."""
         try:
+            for node, target, source, nbytes in self._copies(addresses):
+                if node:
+                    self.runtime.place(node, target, source, nbytes)
             executable = self.runtime.instantiate(self._graph.raw_cuda_graph())
         except Unfit as reason:
             self._spare = 0
             _LOG.info("cuda_graph: %d executable graphs have to do: %s", len(self._told), reason)
-            return
+            return 0
         self._spare -= 1
         weakref.finalize(self, self.runtime.end, executable).atexit = False  # CUDA ends with the process
-        self._told = {executable: [0] * len(self._ends), **self._told}
+        self._told[executable] = list(addresses)
+        return executable
 
     def launch(self, stream: int) -> None:
         """What ``tell`` has set, by number, on the stream of that number. Raises CudaError."""

@@ -44,6 +44,11 @@ def test_missing_zoos_are_remembered_with_the_command_that_brings_them():
     assert "pip install no-such-package" in warmth.missing["absent"][1]
 
 
+def test_for_a_few_rows_a_zoo_is_only_looked_for():
+    warmth = warm.load([ZOOS], ["fake", "absent", "rotten"], whole=False)
+    assert list(warmth.missing) == ["absent"]  # that it is rotten a row will find
+
+
 @pytest.mark.parametrize("name", ["fake_judges", "fake_judges:nothing", "no_such_module:judge", "fake_judges:HERE"])
 def test_a_judge_must_exist_and_be_callable(name):
     with pytest.raises(warm.SetupError, match="judge"):

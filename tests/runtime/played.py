@@ -118,6 +118,11 @@ class Runtime:
         executable.work[node] = target, source, nbytes
         return 0
 
+    def place(self, node: int, target: int, source: int, nbytes: int) -> None:
+        self.check("a copy as a node", self._code())
+        assert node in self.graph.work
+        self.graph.work[node] = target, source, nbytes
+
     def instantiate(self, graph: Graph) -> Exec:
         self.check("another executable graph", self._code())
         return Exec(graph)

@@ -306,10 +306,10 @@ def test_another_current_device_is_left_for_that_of_the_graph(runtime: Runtime, 
     monkeypatch.setattr(torch.cuda, "device", On)
     entry = entry_of(runtime, drawn(0), lambda x, y: x + y, numbered=True)
     seen: list[tuple[str, int]] = []
-    for name in ("tell", "instantiate", "launch"):
+    for name in ("place", "instantiate", "launch"):
         plain = getattr(runtime, name)
         monkeypatch.setattr(runtime, name, lambda *a, name=name, plain=plain: (seen.append((name, current[0])), plain(*a))[1])
     current[0] = 1
     entry.replay(drawn(1))
-    assert set(seen) == {("tell", 0), ("instantiate", 0), ("launch", 0)}
+    assert set(seen) == {("place", 0), ("instantiate", 0), ("launch", 0)}
     assert current == [1]
