@@ -194,7 +194,7 @@ class FakePool:
     survivor = False
     interrupt_after = -1
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, warming: Any = None) -> None:
         self.options = options
         self.asked.append(options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ class FakePool:
     asked: list[Options] = []  # noqa: RUF012
     figures: Mapping[str, Any] = {}
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, warming: Any = None) -> None:
         self.asked.append(options)
 
     def __enter__(self) -> FakePool:
@@ -81,6 +82,7 @@ def small(families: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.setattr(door, "usual_sources", lambda named, here: [families])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(certification, "Pool", FakePool)
+    monkeypatch.setattr(door, "warming", lambda *_: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(FakePool, "asked", [])
     monkeypatch.setattr(FakePool, "figures", {"reasons": [reason()]})
     return tmp_path
