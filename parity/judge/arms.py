@@ -56,7 +56,7 @@ class _Recorded:
             if isinstance(static, Tensor):
                 static.copy_(given)
         self.graph.replay()
-        return copies(self.output)
+        return tree.cloned(self.output)
 
 
 class BareArm:
@@ -83,15 +83,15 @@ class BareArm:
 
     def _record(self, args: Any) -> _Recorded:
         region, module = self._subject.region, self._subject.module
-        static = copies(args)
+        static = tree.cloned(args)
         streams = rng.save()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with kept(module), torch.cuda.stream(stream):
                 for _ in range(self._warmup - 1):
-                    region(*copies(args))
-                traced = trace(region, copies(args), module)
+                    region(*tree.cloned(args))
+                traced = trace(region, tree.cloned(args), module)
             torch.cuda.current_stream().wait_stream(stream)
         finally:
             rng.restore(streams)
@@ -174,7 +174,7 @@ class NativeArm:
         streams = rng.save()
         try:
             with kept(self._subject.module):
-                self._subject.compose(watched)(*copies(args))
+                self._subject.compose(watched)(*tree.cloned(args))
         finally:
             rng.restore(streams)
         traced.result = None
@@ -182,12 +182,6 @@ class NativeArm:
 
     def statics(self) -> list[Tensor] | None:
         return None
-
-
-def copies(value: Any) -> Any:
-    """The same structure with its tensors cloned."""
-    leaves, spec = tree.flatten(value)
-    return tree.unflatten([x.clone() if isinstance(x, Tensor) else x for x in leaves], spec)
 
 
 ARMS = {"eager": EagerArm, "bare": BareArm, "graphed": GraphedArm, "native": NativeArm}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from parity.runtime import rng, tree
 from parity.runtime.buffers import Intake, Outlet
+from parity.runtime.capture import undone
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
@@ -27,7 +28,6 @@ from parity.runtime.gradients import ODD, Handout, Layout, blank
 from parity.runtime.invalidation import LOCAL, generators
 from parity.runtime.liveness import Read, Trace, trace
 from parity.runtime.pool import CAPTURES, Pool
-from parity.runtime.record import undone
 from parity.runtime.state import unlike
 
 _BORN_FROZEN: Final = 1000

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from parity.runtime import nodes, rng, tree
 from parity.runtime.buffers import Intake, Outlet
+from parity.runtime.capture import undone, unfit
 from parity.runtime.cudart import Cudart, Unfit
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
@@ -20,7 +21,6 @@ from parity.runtime.errors import CaptureRefused
 from parity.runtime.invalidation import LOCAL, generators
 from parity.runtime.liveness import Trace, trace
 from parity.runtime.pool import CAPTURES, Pool
-from parity.runtime.refusal import explain
 from parity.runtime.state import kept
 
 _LOG = logging.getLogger("parity.runtime")
@@ -89,10 +89,6 @@ class Entry:
         self.copies = None
 
 
-class CaptureFailed(CaptureRefused):
-    """A capture was begun and did not end well: graphs captured before it in this process follow a generator state it broke."""
-
-
 @contextlib.contextmanager
 def _ours() -> Iterator[None]:
     """Runners within the region step aside; autocast casts weights inside the graph, for copies in its cache die with its block."""
@@ -106,19 +102,6 @@ def _ours() -> Iterator[None]:
         LOCAL.busy = False
 
 
-def unfit(leaves: list[Any]) -> str:
-    """Why arguments cannot go into a graph, whatever it computes; empty where they can."""
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if foreign := tree.opaque(leaves):
-        return f"an argument is a {foreign[0].__qualname__}, whose tensors cannot be seen"
-    for t in tensors:
-        if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_conj() or t.is_neg():
-            return f"an input is a {type(t).__name__} of layout {t.layout}: only plain strided tensors are captured"
-    if len({t.device for t in tensors if on_device(t)}) > 1:
-        return "the inputs lie on several devices"
-    return ""
-
-
 def cannot(leaves: list[Any], module: nn.Module | None) -> str:
     """Why a call of ``module`` (or of a region without one) can be neither captured nor replayed as things are; empty where it can."""
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -129,23 +112,6 @@ def cannot(leaves: list[Any], module: nn.Module | None) -> str:
     if torch.is_grad_enabled() and any(t.requires_grad for t in [*tensors, *(module.parameters() if module is not None else ())]):
         return "gradients are enabled: this runner captures inference only"
     return unfit(leaves)
-
-
-@contextlib.contextmanager
-def undone(before: Any, stream: Any, streams: rng.Streams, traced: Trace) -> Iterator[None]:
-    """Around captures on ``stream``: afterwards ``before`` waits for them and is current, and random streams are as they were. Raises
-    CaptureFailed where a capture fails."""
-    try:
-        yield
-    except BaseException as error:
-        torch.cuda.set_stream(before)  # torch does not leave the capture stream when the end of a capture raises
-        rng.repair(streams)
-        if not isinstance(error, Exception):
-            raise
-        reason = explain(error, traced)
-        raise CaptureFailed(reason.cause, reason.message, reason.where) from error
-    before.wait_stream(stream)
-    rng.restore(streams)
 
 
 def retrace(region: Callable[..., Any], module: nn.Module | None, leaves: list[Any], spec: Any) -> Trace:

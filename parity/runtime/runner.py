@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -22,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from parity.runtime import tree
+from parity.runtime.capture import HOLDERS, CaptureFailed, release_all
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
 from parity.runtime.pool import Pool, StreamCaptured
-from parity.runtime.record import CaptureFailed, Entry, cannot, record, retrace
+from parity.runtime.record import Entry, cannot, record, retrace
 from parity.runtime.signature import Signature, quick, signature
 from parity.runtime.steady import MISS, steady
 from parity.runtime.validation import differs
@@ -34,7 +34,6 @@ from parity.runtime.validation import differs
 __all__ = ["Entry", "GraphRunner", "Info"]
 
 _LOG = logging.getLogger("parity.runtime")
-_RUNNERS: weakref.WeakSet[GraphRunner] = weakref.WeakSet()
 _COUNTED = 1024
 """Signatures whose calls are counted at once."""
 _WAITING = "its signature was not called often enough yet"
@@ -49,12 +48,6 @@ class Info:
     replays: int = 0
     eager: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
-
-
-def release_all() -> None:
-    """After a failed capture, with no lock held: two threads may get here at once."""
-    for runner in list(_RUNNERS):
-        runner.release("a capture failed in this process, and graphs follow the generator state it broke")
 
 
 class GraphRunner:
@@ -103,7 +96,7 @@ class GraphRunner:
         self._lock = threading.RLock()
         self._logged: set[str] = set()
         self._info = Info()
-        _RUNNERS.add(self)
+        HOLDERS.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         visit = LOCAL.visit

@@ -23,14 +23,13 @@ from torch import Tensor, nn
 
 from parity.runtime import tree
 from parity.runtime.backward import Recording, reads, record_step
+from parity.runtime.capture import HOLDERS, CaptureFailed, release_all, unfit
 from parity.runtime.engine import on_device
 from parity.runtime.errors import ParityError
 from parity.runtime.gradients import ODD, Layout
 from parity.runtime.identity import Identity, trained_gap
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
 from parity.runtime.pool import Pool
-from parity.runtime.record import CaptureFailed, unfit
-from parity.runtime.runner import _RUNNERS, release_all
 from parity.runtime.signature import Signature, signature
 from parity.runtime.step import EagerStep, Replayed, Step
 
@@ -95,7 +94,7 @@ class TrainGraphs:
         self._pending: weakref.ref[Step] | None = None
         self._cloning = False
         self._clear()
-        _RUNNERS.add(self)  # type: ignore[arg-type]  # a failed capture anywhere in the process releases these graphs too
+        HOLDERS.add(self)  # a failed capture anywhere in the process releases these graphs too
         self.policy = policy
         self._version = "" if identity is None else identity.version
         self._certificate = identity.certificate(allowlist) if identity is not None else None

@@ -81,3 +81,9 @@ def paths(value: Any, root: str = "output") -> list[tuple[str, Any]]:
 def opaque(leaves: list[Any]) -> list[type]:
     """Types among the leaves that may hide tensors from us: containers that nobody registered, foreign objects."""
     return sorted({type(x) for x in leaves if not isinstance(x, PLAIN)}, key=lambda t: t.__qualname__)
+
+
+def cloned(value: Any) -> Any:
+    """The same structure with its tensors cloned."""
+    leaves, spec = flatten(value)
+    return unflatten([x.clone() if isinstance(x, Tensor) else x for x in leaves], spec)

@@ -157,6 +157,20 @@ def test_a_region_that_draws_is_replayed_by_torch(runtime: Runtime, places: list
     assert (graph.replays, runtime.launches) == (4, [])
 
 
+def test_another_is_made_with_memory_of_its_call(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the graph was captured with may be unmapped by then, and CUDA looks at it."""
+    entry = entry_of(runtime, drawn(0), lambda x, y: x + y, numbered=True)
+    plain, seen = runtime.instantiate, []
+    copied = lambda graph: [step[:2] for step in graph.work.values() if isinstance(step, tuple)]  # noqa: E731
+    monkeypatch.setattr(runtime, "instantiate", lambda graph: (seen.append(copied(graph)), plain(graph))[1])
+    for seed in range(1, EXECUTABLES):
+        leaves = drawn(seed)
+        result = entry.replay(leaves)
+        given = {leaves[0].data_ptr(), leaves[1].data_ptr(), result.data_ptr()}
+        assert [len(given & set(ends)) for ends in seen.pop()] == [1, 1, 1]  # the other end is the graph's own
+    assert not seen
+
+
 def test_no_room_for_a_second_leaves_one(runtime: Runtime, places: list[Tensor]) -> None:
     places += [torch.empty(4, 4), torch.empty(4, 4)]
     entry = entry_of(runtime, drawn(0), lambda x, y: x + y, numbered=True)

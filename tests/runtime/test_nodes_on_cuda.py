@@ -334,3 +334,30 @@ def test_other_allocators(setting: str) -> None:
     done = subprocess.run([sys.executable, "-c", ELSEWHERE], env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     print(setting, done.stdout)
+
+
+GIVEN_BACK = """
+import torch
+from parity.runtime import GraphRunner
+from parity.runtime.state import same_bits
+with torch.no_grad():
+    runner = GraphRunner(lambda x: (x * 2, x + 1))
+    x = torch.ones(1 << 24, device="cuda")
+    runner(x)
+    del x
+    torch.cuda.empty_cache()
+    held = []
+    for i in range(8):
+        x = torch.full((1 << 24,), float(i), device="cuda")
+        held.append((x, runner(x)))
+        torch.cuda.empty_cache()
+    assert all(same_bits(a, b) for x, r in held for a, b in zip(r, (x * 2, x + 1)))
+    print(len(runner.entries()[0].copies._told))
+"""
+
+
+def test_memory_of_the_capture_may_be_given_back() -> None:
+    """Another executable graph is made then; with addresses that are nobody's it would end the process."""
+    done = subprocess.run([sys.executable, "-c", GIVEN_BACK], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 1

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parity.judge.arms import copies
 from parity.judge.explain.calls import Call, Calls
 from parity.judge.explain.tour import launches
 from parity.judge.records import around, scale
@@ -242,13 +241,13 @@ class _Recorded:
     """torch's own capture of a forward with its hashes, warm-up undone."""
 
     def __init__(self, hashes: _Hashes, args: tuple[Any, ...]) -> None:
-        static, region, module = copies(args), hashes.subject.region, hashes.subject.module
+        static, region, module = tree.cloned(args), hashes.subject.region, hashes.subject.module
         self._inputs = tree.flatten(static)[0]
         streams, stream = rng.save(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with kept(module), torch.cuda.stream(stream):
             for _ in range(2):
-                hashes.run(region, copies(args))
+                hashes.run(region, tree.cloned(args))
         torch.cuda.current_stream().wait_stream(stream)
         rng.restore(streams)
         self._graph: Any = torch.cuda.CUDAGraph()
@@ -261,4 +260,4 @@ class _Recorded:
             if isinstance(static, Tensor):
                 static.copy_(given)
         self._graph.replay()
-        return copies(self._output)
+        return tree.cloned(self._output)

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from parity.judge.arms import copies
 from parity.judge.subject import BrokenRow, blamed
 from parity.rows.training import TrainSubject
 from parity.runtime import rng, tree
@@ -246,7 +245,7 @@ def _pass_on(error: BaseException) -> None:
 
 def _traced(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
     """What a forward of the network does that a graph cannot record; side effects undone."""
-    leaves, spec = tree.flatten(copies((args, kwargs)))
+    leaves, spec = tree.flatten(tree.cloned((args, kwargs)))
 
     def call(*flat: Any) -> Any:
         positional, named = tree.unflatten(list(flat), spec)
