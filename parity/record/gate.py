@@ -64,16 +64,19 @@ def gate(
 ) -> list[Finding]:
     """All findings, the worst kinds first.
 
-    ``records``: of one environment. ``rows``: those that must have evidence; records of other rows are not looked at.
+    ``records``: of one environment. ``rows``: those that must have evidence; records of other rows only take a family out.
     ``stale``: row id to why its record no longer holds (``fresh.missing_or_stale``). ``complete``: ``rows`` are all
     there are, so that a certificate of a family without rows is a finding too.
     """
     stale = stale or {}
     wanted = {row.id: row for row in rows}
-    last = {record["id"]: record for record in records if record["id"] in wanted}
+    every = {record["id"]: record for record in records}
+    last = {id_: record for id_, record in every.items() if id_ in wanted}
     findings: list[Finding] = []
     for name in sorted({name_of(record) for record in last.values()}):
-        findings += _baseline(name, [r for r in last.values() if name_of(r) == name], allowlist, complete)
+        safe = certified(record for record in every.values() if name_of(record) == name)
+        found = {key: asked for key, rows_ in safe.items() if (asked := [r for r in rows_ if r["id"] in wanted])}
+        findings += _baseline(name, [r for r in last.values() if name_of(r) == name], found, allowlist, complete)
     for row in rows:
         record = last.get(row.id)
         if record is None:
@@ -100,7 +103,10 @@ def _row(row: Row, record: Record) -> Iterable[Finding]:
         yield Finding("control survived", row.id, f"{told}: nothing else of this run is to be trusted", again)
 
 
-def _baseline(name: str, records: list[Record], allowlist: Allowlist, complete: bool) -> Iterable[Finding]:
+def _baseline(
+    name: str, records: list[Record], safe: Mapping[str, list[Record]], allowlist: Allowlist, complete: bool
+) -> Iterable[Finding]:
+    """``safe``: family key to those of the ``records`` that certify it."""
     listed = {c.id: c for c in allowlist.certificates if c.measured_on == name}
     if name not in allowlist.environments:
         emulated = all(record["engine"] != "cuda" for record in records)
@@ -112,7 +118,6 @@ def _baseline(name: str, records: list[Record], allowlist: Allowlist, complete: 
         command = "parity certify --engine cuda" if emulated else f"{UPDATE}  # then commit reports/"
         yield Finding("no baseline", name, told, command)
         return
-    safe = certified(records)
     for key, rows in safe.items():
         if key not in listed:
             yield Finding("unlisted success", key, f"certified on {name}, but not in the allowlist", UPDATE)

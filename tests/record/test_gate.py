@@ -74,6 +74,12 @@ def test_unlisted_success():
     assert found.command == "parity report"
 
 
+def test_a_row_that_nobody_asked_for_still_takes_its_family_out():
+    crashed = record(of=family("z"), size=128, status="crashed")
+    records = [*BASE, record(of=family("z")), crashed]
+    assert _gate(records, rows=[row_of(r) for r in records if r is not crashed]) == []
+
+
 def test_a_missing_row():
     found = _alone(_gate(BASE[:1], rows=[row_of(entry) for entry in BASE]), "missing row")
     assert found.row == BASE[1]["id"]
