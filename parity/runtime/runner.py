@@ -104,8 +104,9 @@ class GraphRunner:
             return self.region(*args, **kwargs)
         if visit == 0 or visit != self._visit or CLOCK.changes != self._changes:
             self._inspect(visit)
-        if self._shortcut is not None and len(args) == 1 and not kwargs:
-            result = self._shortcut(args[0])
+        shortcut = self._shortcut  # once: another thread may change it
+        if shortcut is not None and len(args) == 1 and not kwargs:
+            result = shortcut(args[0])
             if result is not MISS:
                 self._info.replays += 1
                 return result

@@ -68,14 +68,14 @@ class Graph:
 
 
 class Runtime:
-    """Cudart on such graphs. ``refuse``: the codes of the next calls."""
+    """Cudart on such graphs. ``refuse``: the codes of the next calls that change a graph; ``broken``: that of every launch."""
 
     check = Cudart.check
 
     def __init__(self) -> None:
         self.graph: Any = None
         self.refuse: list[int] = []
-        self.told = self.forgotten = 0
+        self.told = self.forgotten = self.broken = 0
         self.launches: list[Exec] = []
         self.ended: list[Exec] = []
 
@@ -129,8 +129,8 @@ class Runtime:
 
     def launch(self, executable: Exec, stream: int) -> int:
         assert stream == STREAM
-        if code := self._code():
-            return code
+        if self.broken:
+            return self.broken
         self.launches.append(executable)
         executable.launch()
         return 0

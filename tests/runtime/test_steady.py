@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from parity.runtime.cudart import CudaError
@@ -14,7 +16,7 @@ from parity.runtime.record import Entry
 from parity.runtime.state import same_bits
 from parity.runtime.steady import MISS, steady
 
-from .played import ILLEGAL_ADDRESS, INVALID, STREAM, Runtime, entry_of, runtime
+from .played import ILLEGAL_ADDRESS, INVALID, OUT_OF_MEMORY, STREAM, Runtime, entry_of, runtime
 
 __all__ = ["runtime"]
 
@@ -70,6 +72,38 @@ def test_it_and_the_general_way_take_turns(entry: Entry) -> None:
     for seed in range(12):
         held.append(call(drawn(seed)) if seed % 3 else general([drawn(seed)]))
     assert all(equal(result, drawn(seed)) for seed, result in enumerate(held))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["shortcut", "general"]),
+            st.sampled_from([0, 1, 2, None]),  # one of three inputs that stay, written anew, or another one
+            st.sampled_from(["hold", "drop", "drop all"]),
+            st.sampled_from([[], [], [], [0, 0, 0, INVALID], [OUT_OF_MEMORY]]),
+        ),
+        max_size=25,
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_whatever_is_held_where_results_lie_and_what_cuda_refuses(runtime: Runtime, capturing: list[bool], steps: list[Any]) -> None:
+    entry = entry_of(runtime, [drawn(0)], region, numbered=True)
+    call, staying = shortcut_of(entry), [drawn(0).clone() for _ in range(3)]
+    held: list[tuple[Any, Tensor]] = []
+    for number, (way, which, keep, refused) in enumerate(steps, 1):
+        x = drawn(number) if which is None else staying[which].copy_(drawn(number))
+        runtime.refuse = list(refused)
+        result = call(x) if way == "shortcut" else MISS
+        if result is MISS:
+            result = entry.replay([x])
+        runtime.refuse = []
+        if keep == "drop all":
+            held.clear()
+        if keep == "hold":
+            held.append((result, drawn(number)))
+        assert equal(result, drawn(number))
+        assert all(equal(r, given) for r, given in held)
+    assert entry.replays == len(steps)
 
 
 CHANGES: dict[str, Callable[[Entry, pytest.MonkeyPatch], Any]] = {
@@ -131,9 +165,10 @@ def test_memory_that_cuda_does_not_take_is_left_to_the_general_way(entry: Entry,
 def test_a_launch_that_fails_is_raised_and_the_pool_is_free(entry: Entry, runtime: Runtime) -> None:
     call, x = shortcut_of(entry), drawn(1)
     held = call(x)
-    runtime.refuse = [ILLEGAL_ADDRESS]
-    with pytest.raises(CudaError, match="CUDA error 700"):
+    runtime.broken = ILLEGAL_ADDRESS
+    with pytest.raises(CudaError, match="the launch of a graph: CUDA error 700"):
         call(x)
+    runtime.broken = 0
     assert entry.pool.lock.acquire(blocking=False)
     assert equal(held, x)
     assert equal(call(x), x)
