@@ -25,6 +25,7 @@ from torch import nn
 
 from parity.runtime import GraphRunner
 from parity.runtime.invalidation import Watch, scope
+from parity.runtime.nodes import EXECUTABLES
 from parity.runtime.signature import alike, modes, quick
 from parity.runtime.steady import steady
 
@@ -107,6 +108,10 @@ def measure(name: str, forward: Callable[..., Any], module: nn.Module, x: torch.
     with torch.no_grad():
         eager = device_times({"eager": lambda: forward(x)}, max(calls // 20, 2))["eager"]
         runner.capture(x)
+        before = beside_torch()
+        held = [runner(x) for _ in range(EXECUTABLES)]  # each in another place
+        taken = beside_torch() - before
+        del held
         HELD["ours"] = runner(x)
         arms: Calls = {"bare": runner.entries()[0].graph.replay, "ours": lambda: runner(x)}
         if (upstream := upstreams(forward)) is not None:
@@ -119,11 +124,18 @@ def measure(name: str, forward: Callable[..., Any], module: nn.Module, x: torch.
         watch = Watch(module)
         check = host_times({"check": watch.look}, calls)["check"]
     print(f"{name}: eager {told(eager)} us; full check {told(check)} us, {len(watch.tensors())} tensors, {outputs(runner)} outputs")
-    print(f"  {nodes(runner)}")
+    print(f"  {nodes(runner)}; beside torch's memory {taken / 2**20:.1f} MiB more than after the capture")
     for what, found in times.items():
         print(f"  {what:6}  " + "   ".join(f"{arm} {told(t)}" for arm, t in found.items()))
     print("  parts   " + "   ".join(f"{part} {statistics.median(t):.1f}" for part, t in parts.items()), flush=True)
     return {what: {arm: statistics.median(t) for arm, t in found.items()} for what, found in times.items()}
+
+
+def beside_torch() -> int:
+    """Bytes of the device in use that torch's allocator did not ask for: the driver's, graphs among them."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def outputs(runner: GraphRunner) -> int:

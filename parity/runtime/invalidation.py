@@ -174,14 +174,14 @@ class Watch:
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers, as they are now."""
         modules = [m for ref in self._modules if (m := ref()) is not None]
-        return [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        return [t for t in _values(chain.from_iterable((m._parameters, m._buffers) for m in modules)) if t is not None]
 
     def versions(self) -> int | None:
         """A number that moves when values change through autograd-visible operations; None where some tensor counts none."""
-        tensors = self.tensors()
-        if any(t.is_inference() for t in tensors):
+        try:
+            return sum([t._version for t in self.tensors()])
+        except RuntimeError:  # of a tensor made in inference mode
             return None
-        return sum(t._version for t in tensors)
 
 
 _INSIDES = attrgetter("_parameters", "_buffers", "_modules", "training")
