@@ -5,10 +5,11 @@ Called by ctypes, which is imported with the first graph that is captured on a d
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -21,7 +22,9 @@ _UNFIT: Final = frozenset({1, 2, 801, 910})
 """cudaErrorInvalidValue, cudaErrorMemoryAllocation, cudaErrorNotSupported, cudaErrorGraphExecUpdateFailure: CUDA does not take these
 nodes or this memory, or has no room for them, and nothing else is wrong."""
 _AUTO_FREE: Final = 1
-"""cudaGraphInstantiateFlagAutoFreeOnLaunch, with which torch instantiates its own."""
+"""cudaGraphInstantiateFlagAutoFreeOnLaunch, with which torch instantiates its own; priorities of captured streams are not kept."""
+_RELAXED: Final = 2
+"""cudaStreamCaptureModeRelaxed."""
 
 
 class CudaError(ParityError, RuntimeError):
@@ -63,6 +66,7 @@ class Cudart:
         self._destroy = function("cudaGraphDestroyNode", pointer)
         self._instantiate = function("cudaGraphInstantiateWithFlags", pointer, pointer, ctypes.c_ulonglong)
         self._end = function("cudaGraphExecDestroy", pointer)
+        self._mode = function("cudaThreadExchangeStreamCaptureMode", pointer)
         self._forget = function("cudaGetLastError")
         self._words = function("cudaGetErrorString", number)
         self._words.restype = ctypes.c_char_p
@@ -122,8 +126,20 @@ class Cudart:
     def instantiate(self, graph: int) -> int:
         """An executable graph, for ``end`` to end."""
         executable = self._ctypes.c_void_p()
-        self.check("another executable graph", self._instantiate(self._ctypes.byref(executable), graph, _AUTO_FREE))
+        with self._relaxed():
+            code = self._instantiate(self._ctypes.byref(executable), graph, _AUTO_FREE)
+        self.check("another executable graph", code)
         return int(executable.value or 0)
+
+    @contextlib.contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Within it this thread may allocate and free while somebody captures, as torch does around what it instantiates and frees."""
+        mode = self._ctypes.c_int(_RELAXED)
+        self.check("the capture mode of a thread", self._mode(self._ctypes.byref(mode)), spare=False)
+        try:
+            yield
+        finally:
+            self._mode(self._ctypes.byref(mode))  # has the one from before
 
     def launched(self, code: int) -> None:
         self.check("the launch of a graph", code, spare=False)
@@ -131,7 +147,9 @@ class Cudart:
     def end(self, executable: int) -> None:
         """Frees an executable graph once it does not run any more. An error that CUDA reports here is one of earlier launches, whose
         owners hear of it."""
-        if self._end(executable):
+        with self._relaxed():
+            code = self._end(executable)
+        if code:
             self._forget()
 
     def destroy(self, node: int) -> None:

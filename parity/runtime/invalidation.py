@@ -14,10 +14,10 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_, is_not, methodcaller
 from typing import Any, Final
 
 import torch
@@ -187,8 +187,11 @@ class Watch:
 _INSIDES = attrgetter("_parameters", "_buffers", "_modules", "training")
 
 
-def _values(dicts: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, dicts))
+_VALUES = methodcaller("values")  # what a TorchScript module has is no dict
+
+
+def _values(dicts: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(_VALUES, dicts))
 
 
 def _grads(tensors: list[Tensor]) -> tuple[bool, ...]:
@@ -205,7 +208,8 @@ def _guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
         check: Any = kind(*compress(tensors, once), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     except (TypeError, RuntimeError, NotImplementedError):
         return None
-    return check if all(once) else lambda *found: check(*compress(found, once))
+    ties = [(first[id(t)], i) for i, t in enumerate(tensors) if not once[i]]
+    return check if not ties else lambda *found: all(found[a] is found[b] for a, b in ties) and check(*compress(found, once))
 
 
 def _places(tensors: list[Tensor]) -> tuple[list[Any], ...]:

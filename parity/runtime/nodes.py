@@ -81,6 +81,7 @@ class Copies:
         self.empty = _empty()
         self.known: dict[tuple[int, ...], int] = {}
         self._nodes: list[int] = []
+        self._ending: list[Any] = []  # what ends the further executable graphs
         some = [torch.empty_like(x) for x in outgoing]
         raw = graph.raw_cuda_graph()
         try:
@@ -170,10 +171,11 @@ class Copies:
             executable = self.runtime.instantiate(self._graph.raw_cuda_graph())
         except Unfit as reason:
             self._spare = 0
-            _LOG.info("cuda_graph: %d executable graphs have to do: %s", len(self._told), reason)
+            _LOG.info("cuda_graph: %d executable graphs have to do: %s", len(self._told), str(reason))
             return 0
         self._spare -= 1
-        weakref.finalize(self, self.runtime.end, executable).atexit = False  # CUDA ends with the process
+        self._ending.append(weakref.finalize(self, self.runtime.end, executable))
+        self._ending[-1].atexit = False  # CUDA ends with the process
         self._told[executable] = list(addresses)
         return executable
 
@@ -189,8 +191,11 @@ class Copies:
         """Takes the nodes out of the graph, and instantiates it anew. Launches of the old one must be over. Raises CudaError."""
         with torch.cuda.device(self.device):
             self.known.clear()
-            while self._nodes:
-                self.runtime.destroy(self._nodes.pop())
+            added, self._nodes = self._nodes, []
+            for end in self._ending:
+                end()
+            for node in added:
+                self.runtime.destroy(node)
             self._graph.instantiate()
 
 

@@ -83,7 +83,7 @@ class Entry:
 
     def _withdraw(self, copies: nodes.Copies, reason: Unfit) -> None:
         """Copies go beside the graph for good, once CUDA does not take the memory of a call."""
-        _LOG.info("cuda_graph: copies go beside their graph: %s", reason)
+        _LOG.info("cuda_graph: copies go beside their graph: %s", str(reason))
         self.pool.settle()
         copies.withdraw()
         self.copies = None
@@ -166,7 +166,7 @@ def _record(
             for _ in range(warmup - 1):
                 call()
             traced = trace(call, intake.leaves, module)
-            drawn = rng.drawn(streams)
+            drawn = traced.random or rng.drawn(streams)
     finally:
         before.wait_stream(stream)
         rng.restore(streams)
@@ -208,7 +208,7 @@ def _copies(
         try:
             return nodes.Copies(runtime, graph, incoming, outgoing, leaves, several)
         except Unfit as reason:
-            _LOG.info("cuda_graph: copies stay beside their graph: %s", reason)
+            _LOG.info("cuda_graph: copies stay beside their graph: %s", str(reason))
             return None
     graph.instantiate()
     return None

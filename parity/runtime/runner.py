@@ -78,16 +78,15 @@ class GraphRunner:
         CLOCK.install()
         self.region = region
         self.module = module if module is not None else (region if isinstance(region, nn.Module) else None)
-        self.warmup = warmup
-        self.max_graphs = max_graphs
-        self.clone_outputs = clone_outputs
+        self.warmup, self.max_graphs, self.clone_outputs = warmup, max_graphs, clone_outputs
         self.name = name or type(self.module if self.module is not None else region).__qualname__
         self._gap, self._slower = gap, slower
         self._new_pool = pool
         self._pools: dict[int, Pool] = {}
         self._entries: dict[Signature, Entry] = {}
         self._quick: dict[Hashable, tuple[Entry, Any]] = {}
-        self._shortcut: Any = None  # of the last call
+        self._epoch = 0  # another once what was looked up before may be gone
+        self._shortcut: tuple[Any, int] = (None, 0)  # of the last call, and its epoch
         self._refused: dict[Signature, CaptureRefused] = {}
         self._counts: OrderedDict[Signature, int] = OrderedDict()
         self._watch = Watch(self.module) if self.module is not None else None
@@ -104,16 +103,16 @@ class GraphRunner:
             return self.region(*args, **kwargs)
         if visit == 0 or visit != self._visit or CLOCK.changes != self._changes:
             self._inspect(visit)
-        shortcut = self._shortcut  # once: another thread may change it
-        if shortcut is not None and len(args) == 1 and not kwargs:
+        shortcut, epoch = self._shortcut  # once: another thread may change it
+        if shortcut is not None and epoch == self._epoch and len(args) == 1 and not kwargs:
             result = shortcut(args[0])
             if result is not MISS:
                 self._info.replays += 1
                 return result
         leaves = (*args, *kwargs.values()) if kwargs else args
-        key = quick(leaves, tuple(kwargs) if kwargs else ())
+        key, epoch = quick(leaves, tuple(kwargs) if kwargs else ()), self._epoch
         entry, shortcut = self._quick.get(key, (None, None))
-        self._shortcut = shortcut if entry is not None and entry.copies is not None else None
+        self._shortcut = shortcut if entry is not None and entry.copies is not None else None, epoch
         if entry is None or torch.cuda.is_current_stream_capturing() or (entry.derived is not None and entry.doubtful()):
             return self._call(args, kwargs, key)
         return self._replay(entry, leaves, args, kwargs)
@@ -146,10 +145,16 @@ class GraphRunner:
             if self._entries:
                 self._info.dropped[reason] += len(self._entries)
             self._entries.clear()
-            self._quick.clear()
-            self._shortcut = None
+            self._forget()
             self._refused.clear()
             self._pools.clear()
+
+    def _forget(self) -> None:
+        """What is looked up by a quick key. The epoch moves last: who saw the new one cannot have found what is gone."""
+        with self._lock:
+            self._quick.clear()
+            self._shortcut = None, self._epoch
+            self._epoch += 1
 
     def invalidate(self, reason: str) -> None:
         """To be called after changing what the region computes in a way that nobody can see: an attribute, a hook, a flag."""
@@ -175,6 +180,7 @@ class GraphRunner:
 
     # ------------------------------------------------------------ the slow path
     def _call(self, args: Any, kwargs: Any, quick_key: Hashable) -> Any:
+        epoch = self._epoch
         leaves, spec = tree.flatten((args, kwargs))
         if reason := cannot(leaves, self.module):
             return self._eager(reason, args, kwargs)
@@ -194,11 +200,13 @@ class GraphRunner:
             try:
                 entry = self._capture(key, leaves, spec)
             except CaptureRefused as refusal:
-                self._refused[key] = refusal
+                self._refused[key] = refusal.with_traceback(None)  # whose frames hold what was captured
                 return self._eager(f"refused: {refusal.cause}: {refusal.message}", args, kwargs)
         if quick_key is not None:
             alone = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-            self._quick[quick_key] = entry, steady(entry, args[0]) if alone else None
+            with self._lock:
+                if epoch == self._epoch:
+                    self._quick[quick_key] = entry, steady(entry, args[0]) if alone else None
         return self._replay(entry, leaves, args, kwargs)
 
     def _count(self, key: Signature) -> int:
@@ -253,8 +261,7 @@ class GraphRunner:
             flags = (self._watch.training, self._watch.grads)
             if flags != self._flags:
                 self._flags = flags
-                self._quick.clear()
-                self._shortcut = None
+                self._forget()
         self._suspect()
         self._visit, self._changes = visit, changes
 
@@ -278,8 +285,7 @@ class GraphRunner:
                 entry.pool.drain()
                 del self._entries[key]
                 self._info.dropped[reason] += 1
-                self._quick = {k: e for k, e in self._quick.items() if e[0] is not entry}
-                self._shortcut = None
+                self._forget()
 
     def _renew(self, key: Signature, entry: Entry, args: Any, kwargs: Any) -> Any:
         """An eager call, in which the owner of a derived tensor renews it; the graph stays if that gave the same bits."""

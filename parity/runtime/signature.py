@@ -92,6 +92,7 @@ def _rest() -> tuple[Hashable, ...]:
     """Of ``modes`` what a guard of torch's does not hold."""
     return (
         torch.is_inference_mode_enabled(),
+        _matmul(),
         _conv(),
         _rnn(),
         _cudnn(),

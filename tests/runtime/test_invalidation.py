@@ -484,3 +484,48 @@ def test_autocast_casts_weights_inside_the_graph() -> None:
     assert runner.info().captures == 1
     assert runner.info().replays == 3
     assert runner.entries()[0].derived is None
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one(x)[..., :2] + self.other(x)[..., :2]).float()
+
+
+UNTIED: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda w: w.t(),
+    "of another shape": lambda w: w[:2],
+    "of other strides": lambda w: w.as_strided((4, 4), (1, 4)),
+    "itself": lambda w: w.view(4, 4),
+}
+
+
+@pytest.mark.parametrize("way", UNTIED)
+def test_a_tied_weight_that_becomes_a_view_of_its_memory(way: str) -> None:
+    """Its address stays, and the first of the pair is as it was."""
+    module = Tied().to("cuda")
+    runner, x = GraphRunner(module), fresh()
+    assert same_bits(runner(x), module(x))
+    module.other._parameters["weight"] = nn.Parameter(UNTIED[way](module.one.weight.detach()))  # no hook sees this
+    assert same_bits(runner(x), module(x))
+    assert runner.info().dropped == (
+        {} if way == "itself" else {"a parameter or buffer moved, was replaced or changed its type or shape": 1}
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
+def test_what_torchscript_keeps_modules_in_is_looked_into() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    root = nn.Sequential(nn.Linear(4, 4), scripted)
+    for module in (root, scripted):
+        watch = Watch(module)
+        assert watch.look() == ""
+        assert len(watch.tensors()) == (4 if module is root else 2)
+    root[0].weight.data = torch.ones(4, 4)
+    watch = Watch(root)
+    root[0].weight.data = torch.zeros(4, 4)
+    assert watch.look() == "a parameter or buffer moved, was replaced or changed its type or shape"

@@ -281,6 +281,8 @@ def test_memory_that_cuda_does_not_take_goes_beside_the_graph_for_good(runtime: 
     assert not any(isinstance(step, tuple) for step in graph.exec.work.values())
     assert equal(entry.replay(drawn(2)), (sum(drawn(2)), drawn(2)[0] - drawn(2)[1]))
     assert equal(held, (sum(drawn(0)), drawn(0)[0] - drawn(0)[1]))
+    assert len(runtime.ended) == numbered  # the one that was made
+    assert not entry.pool.lock.locked()  # type: ignore[attr-defined]
 
 
 def test_any_other_error_is_raised_in_cudas_words(runtime: Runtime) -> None:

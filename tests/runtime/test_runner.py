@@ -362,6 +362,23 @@ def test_refused_once_and_eager_from_then_on() -> None:
         assert agree(runner(y), region(y))
 
 
+def test_a_refusal_that_is_kept_holds_nothing_that_was_captured() -> None:
+    runner = GraphRunner(Counts().to("cuda"), gap=lambda tensors: "it was never tried")
+    runner(torch.ones(3, device="cuda"))
+    (refusal,) = runner.refusals()
+    assert refusal.__traceback__ is None
+
+
+def test_what_was_looked_up_before_a_release_is_not_used_after_it() -> None:
+    """Another thread may release between a look-up and the note of it."""
+    runner, x = GraphRunner(lambda x: x + 1), torch.ones(3, device="cuda")
+    runner(x)
+    stale, epoch = (lambda x: pytest.fail("a shortcut of before was taken")), runner._epoch
+    runner.release()
+    runner._shortcut = stale, epoch
+    assert agree(runner(x), x + 1)
+
+
 # ---------------------------------------------------------------- first use
 class Counts(nn.Module):
     calls = 0

@@ -63,7 +63,9 @@ class Proving:
     def _widened(self, found: Search, proof: Proof) -> Search:
         """Of an op that is noisy now and then a search may miss the noise: then all that quiets this step, more than is needed."""
         self.notes.append(f"under {', '.join(proof.conditions)} all agreed at first, and not in {QUORUM} runs")
-        wider = Proof(self.quietest(proof.conditions), proof.causes, minimal=False)
+        names = self.quietest(proof.conditions)
+        added = (c.cause for c in CONDITIONS if c.name in names and c.name not in proof.conditions)
+        wider = Proof(names, tuple(dict.fromkeys((*proof.causes, *added))), minimal=False)
         holds = wider.conditions != proof.conditions and self.holds(wider)
         return Search(wider if holds else None, found.tried, found.cut)
 
