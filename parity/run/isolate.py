@@ -98,7 +98,7 @@ class Pool:
     """Judges rows in children. A context manager: on leaving it, whatever happened, no process is left."""
 
     def __init__(self, options: Options, warming: Nursery | None = None) -> None:
-        """``warming``: see there; for these rows' zoos and this judge. It ends with the pool."""
+        """``warming``: see there; for these rows' zoos and this judge, whose children are forked. It ends with the pool."""
         self.options = options
         self.stats = Stats()
         self._devices = options.devices

@@ -55,7 +55,7 @@ def load(sources: Sequence[str], zoos: Sequence[str] = (), judge: str = "", whol
     missing: dict[str, tuple[str, str]] = {}
     unsafe = fork_danger("importing torch and the judge")
     for zoo in named:
-        if problem := _warm(zoo, whole):
+        if problem := trouble(zoo, whole):
             missing[zoo.name] = problem
         unsafe = unsafe or fork_danger(f"the zoo {zoo.name}: its warm()")
     return Warmth(catalogue, function, missing, unsafe)
@@ -99,7 +99,8 @@ def _driver_open() -> bool:
     return False
 
 
-def _warm(zoo: Zoo, whole: bool) -> tuple[str, str] | None:
+def trouble(zoo: Zoo, whole: bool = True) -> tuple[str, str] | None:
+    """Why a zoo cannot be used, as (status, message); None where it can. ``whole``: all that it may need is imported."""
     try:
         if not _importable(zoo.module):
             return "unavailable", f"{zoo.module} is not installed: {zoo.install}"

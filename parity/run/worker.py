@@ -111,6 +111,9 @@ class Child:
             outcome = dataclasses.replace(outcome_of(row, error), environment=self._environments.get(row.zoo, {}))
         finally:
             faulthandler.cancel_dump_traceback_later()
+        lacks = outcome.status == "broken" and "ModuleNotFoundError" in outcome.message  # where the zoo was only looked for
+        if lacks and (trouble := warm.trouble(self._warmth.catalogue.zoo(row.zoo))):
+            outcome = dataclasses.replace(outcome, status=trouble[0], message=trouble[1])
         seconds = {**outcome.seconds, "total": time.monotonic() - began}
         notes = outcome.notes + tuple(f"asked for the network: {host}" for host in dict.fromkeys(self._asked))
         self._send_outcome(dataclasses.replace(outcome, seconds=seconds, notes=notes, seed=self._seed), touched)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -141,3 +142,8 @@ def tensor(row: Row, catalogue: Catalogue, engine: str, seed: int) -> Outcome:
 
 def of_another(row: Row, catalogue: Catalogue, engine: str, seed: int) -> Outcome:
     return Outcome("not/the/row", "judged", (Check("replay", "passed"),))
+
+
+def lacking(row: Row, catalogue: Catalogue, engine: str, seed: int) -> Outcome:
+    """A builder that imports what is not there."""
+    return Outcome(row.id, "judged", (), message=str(importlib.import_module("no_such_dependency")))

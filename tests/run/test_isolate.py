@@ -128,6 +128,15 @@ def test_a_server_that_imports_already_is_taken_over(folder, monkeypatch):
     assert server.process.returncode is not None
 
 
+@pytest.mark.parametrize(("zoo", "status"), [("needy", "unavailable"), ("fake", "broken")])
+def test_a_zoo_that_was_only_looked_for_says_what_it_lacks(folder, zoo, status):
+    chosen = options("lacking")
+    with Pool(chosen, warming(chosen.sources, [zoo], chosen.judge)) as pool:
+        (found,) = pool.run([[row(zoo=zoo)]])
+    assert found.status == status
+    assert ("pip install needy[all]" in found.message) == (zoo == "needy")
+
+
 def test_a_server_that_was_not_needed_ends_with_the_pool(folder):
     server = warming(options().sources, ["fake"], options().judge)
     with Pool(options(), server):

@@ -89,6 +89,6 @@ def _read(func: OpOverload[..., Any]) -> Plan:
         seeded=torch.Tag.nondeterministic_seeded in func.tags,
         transfer=name in _COPIES or name == "aten::_to_copy",
         wrong_stream=name in WRONG_STREAM,
-        heavy=name in COSTS and not schema.is_mutable,
+        heavy=name in COSTS and not overload and not schema.is_mutable,
         writes=() if metadata else writes or _HIDDEN_WRITES.get(name, ()),
     )

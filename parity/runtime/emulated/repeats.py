@@ -30,7 +30,7 @@ Cost = Callable[..., int]
 
 
 def _product(a: Tensor, b: Tensor) -> int:
-    return a.numel() * b.shape[-1]
+    return a.numel() * (b.shape[-1] if b.dim() else 0)  # of a call that is wrong the kernel says so
 
 
 def _convolution(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *_: Any) -> int:
@@ -39,7 +39,7 @@ def _convolution(x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, *_: Any) -> int:
-    return 2 * query.numel() * key.shape[-2]
+    return 2 * query.numel() * (key.shape[-2] if key.dim() > 1 else 0)
 
 
 COSTS: Final[dict[str, Cost]] = {
@@ -51,6 +51,10 @@ COSTS: Final[dict[str, Cost]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
 }
 """About how many multiplications and additions an operation makes, from its positional arguments; each returns new tensors only."""
+
+
+OPEN: Final = frozenset({"aten", "prims", "torchvision"})
+"""Libraries whose operations say in their schema what they read, write and draw. Others may keep something that nobody sees."""
 
 
 def still(func: Any, args: Any) -> bool:
@@ -124,9 +128,8 @@ class Repeats:
         key = None
         operands = (*args, *kwargs.values())
         tensors = [x for x in operands if isinstance(x, Tensor)]
-        if all(t.layout is torch.strided for t in tensors) and pays(
-            COSTS[func._schema.name](*args), sum(t.numel() * t.element_size() for t in tensors)
-        ):
+        plain = all(t.layout is torch.strided and not t.is_nested for t in tensors)
+        if plain and pays(COSTS[func._schema.name](*args), sum(t.numel() * t.element_size() for t in tensors)):
             with quiet():
                 key = self._key(func, operands, tuple(kwargs))
                 if key is not None and (found := self._results.get(key)) is not None:
@@ -211,13 +214,15 @@ def _sample(address: int, nbytes: int) -> bytes:
 
 
 def _settings() -> tuple[Any, ...]:
-    """What of torch decides which kernel computes."""
+    """What of torch, and of the processor, decides which kernel computes, and how."""
     return (
         torch.get_num_threads(), torch.get_float32_matmul_precision(), torch._C._get_mkldnn_enabled(),
-        torch.are_deterministic_algorithms_enabled(), *(p() for p in _PRECISIONS),
+        torch.are_deterministic_algorithms_enabled(), _TINY * 1.0 == 0.0, *(p() for p in _PRECISIONS),
     )  # fmt: skip
 
 
+_TINY = 2.0**-1060
+"""A denormal number: zero where this thread flushes those, which is no setting that torch can be asked for."""
 _precision = getattr(torch._C, "_get_fp32_precision_getter", None)
 _PRECISIONS: Final[tuple[Callable[[], Any], ...]] = tuple(
     functools.partial(_precision, "mkldnn", kind) for kind in ("all", "conv", "matmul") if _precision is not None

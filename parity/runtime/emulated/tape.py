@@ -25,7 +25,7 @@ from .addresses import POISON, DeadRead, External, Ref, filled, layout_of, refs_
 from .generators import Counter, drawing
 from .memory import Block, block_of
 from .plans import Plan
-from .repeats import REPEATS, still
+from .repeats import OPEN, REPEATS, still
 from .state import STATE, quiet
 from .transient import SMALL, Owned, Transient, Use, put
 
@@ -176,7 +176,7 @@ class Tape:
             single, several = (results[0][1], ()) if op.single and results else (None, results)
             heavy = op.func if op.heavy and not op.grad and still(op.func, args) else None
             self._steps.append(_Step(call, args, kwargs, single, several, op.counter, op.grad, heavy, tuple(last.get(place, ()))))
-        self._repeatable = not any(op.grad for op in self._ops)
+        self._repeatable = not any(op.grad or getattr(op.func, "namespace", "") not in OPEN for op in self._ops)
         self._counters = [op.counter for op in self._ops if op.counter is not None]
         self._ops, self._refs = [], {}
         number = self.number
@@ -259,8 +259,10 @@ class Tape:
                     REPEATS.replay(self.number, self._reads, self._writes, self._ran_still)
                 else:
                     self._run()
-            except (RuntimeError, IndexError) as error:
-                if self.stale:
+            except BaseException as error:
+                for transient in (t for step in self._steps for t in step.last):
+                    transient.drop()
+                if self.stale and isinstance(error, (RuntimeError, IndexError)):
                     dead = ", ".join(map(str, self.stale))
                     raise StaleGraph(
                         f"the graph reads {len(self.stale)} storages whose owner is gone: {dead}; the garbage there made an operation "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from parity.runtime import emulated
+from parity.runtime.emulated.arena import Arena
 from parity.runtime.emulated.repeats import COSTS, REPEATS, Repeats, pays, room, still
 
 aten = torch.ops.aten
@@ -289,3 +292,80 @@ def test_attention_is_repeated_unless_it_drops(repeats: Repeats) -> None:
     assert not torch.equal(other[0], first[0])
     assert still(func, (q, q, q, 0.0))
     assert not still(func, (q, q, q, 0.1))
+
+
+def test_an_operation_of_a_library_that_is_not_known_is_run_each_time() -> None:
+    """It may draw, or count, where nobody sees it."""
+    with torch.library._scoped_library("parity_draws", "DEF") as library:
+        library.define("drawn(Tensor x) -> Tensor")
+        library.impl("drawn", lambda x: x + torch.rand(()), "CompositeExplicitAutograd")
+        with emulated.device(), torch.no_grad():
+            x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = torch.ops.parity_draws.drawn(x)
+            values = set()
+            for _ in range(4):
+                graph.replay()
+                values.add(float(y[0]))
+    assert len(values) == 4
+
+
+@pytest.mark.parametrize("kind", ["nested", "no matrix"])
+def test_a_call_that_has_no_cost_is_the_kernels_business(repeats: Repeats, kind: str) -> None:
+    if kind == "nested":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+        args: tuple[Any, ...] = (nested, nested.transpose(1, 2))
+        func = torch.ops.aten.bmm.default
+    else:
+        args, func = (torch.ones(2, 3), torch.tensor(1.0)), torch.ops.aten.mm.default
+    said = []
+    for call in (func, lambda *a: repeats.result(func, func, a, {}, keep=True)):
+        try:
+            said.append(type(call(*args)).__name__)
+        except RuntimeError as error:
+            said.append(str(error))
+    assert said[0] == said[1]
+
+
+def test_whether_denormals_are_flushed_counts(repeats: Repeats) -> None:
+    a, b = torch.full((256, 256), 1e-20), torch.full((256, 256), 1e-20)
+    func = torch.ops.aten.mm.default
+    kept = repeats.result(func, func, (a, b), {}, keep=True)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        assert torch.equal(repeats.result(func, func, (a, b), {}, keep=True), func(a, b))
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(repeats.result(func, func, (a, b), {}, keep=True), kept)
+
+
+def test_an_arena_stays_as_large_as_its_largest_use() -> None:
+    arena = Arena()
+    for size in (60, 70, 80, 90, 100, 30, 5):
+        held = [arena.piece(size << 10) for _ in range(3000 // size * 25)]
+        assert all(place + (size << 10) <= len(slab) for slab, place, _ in held)
+        large = [arena.piece((65 + n) << 20) for n in range(2)]
+        del held, large
+        arena.clear()
+        assert len(arena._slabs) <= 2
+
+
+def test_a_replay_that_fails_leaves_nothing_behind() -> None:
+    with emulated.device(), torch.no_grad():
+        x, index = torch.randn(300, 300, device="cuda"), torch.zeros(2, dtype=torch.long, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = (x @ x + 1).index_select(0, index)
+        graph.replay()
+        index.fill_(999)
+        with pytest.raises((IndexError, RuntimeError)):
+            graph.replay()
+        last = [transient for step in graph._tape._steps for transient in step.last]
+        assert last
+        assert sum(view.tensor.untyped_storage().nbytes() for transient in last for view in transient._views) == 0
+        index.zero_()
+        graph.replay()
+        assert torch.equal(y, (x @ x + 1).index_select(0, index))
