@@ -163,7 +163,7 @@ class Copies:
 
     def _another(self, addresses: tuple[int, ...]) -> int:
         """Another executable graph, made with these addresses; 0 where there is no room for it. Those that the graph holds may be
-        nobody's by now, and to instantiate it with such ones has ended a process."""
+        nobody's by now, and CUDA has been seen to crash where they probably were."""
         try:
             for node, target, source, nbytes in self._copies(addresses):
                 if node:
