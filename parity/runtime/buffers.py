@@ -111,9 +111,9 @@ class Outlet:
                 (self._plain if simple and dense(leaf) else self._odd).append(i)
         self._sources = [self.leaves[i] for i in self._plain]
         self._build = _builder(result, self._spec)
-        self._all = bool(self._plain) and len(self._plain) == len(self.leaves)
-        self._only = self._sources[0].clone if self._all and isinstance(result, Tensor) else None
-        self.assemble: Callable[[Sequence[Any]], Any] | None = self._build if self._all else None
+        whole = bool(self._plain) and len(self._plain) == len(self.leaves)
+        self._only = self._sources[0].clone if whole and isinstance(result, Tensor) else None
+        self.assemble: Callable[[Sequence[Any]], Any] | None = self._build if whole else None
         """The result from copies of all ``pieces``, where those are all there is to it."""
 
     def pieces(self, foreign: set[int]) -> list[Tensor]:
@@ -129,8 +129,8 @@ class Outlet:
         if self._only is not None:
             return fresh[0] if fresh else self._only()
         fresh = fresh or self._clones()
-        if self._all:
-            return self._build(fresh)
+        if self.assemble is not None:
+            return self.assemble(fresh)
         results: list[Any] = [None] * len(self.leaves)
         for i, tensor in zip(self._plain, fresh, strict=True):
             results[i] = tensor

@@ -127,10 +127,14 @@ class Copies:
         self._nodes.append(node)
         return node
 
+    def elsewhere(self) -> bool:
+        """Whether the current device is not that of the graph."""
+        return self.devices > 1 and self.current() != self.device
+
     def tell(self, leaves: Sequence[Any]) -> list[Tensor]:
         """Sets the next launch to read the tensors among ``leaves`` and to write to fresh results, which it returns. Raises Unfit and
         CudaError; then no launch may follow before a ``tell`` that returns, or ``withdraw``."""
-        if self.devices > 1 and self.current() != self.device:
+        if self.elsewhere():
             with torch.cuda.device(self.device):
                 return self.tell(leaves)
         made = [self.empty(size, stride, dtype) for size, stride, dtype in self.forms]
@@ -181,7 +185,7 @@ class Copies:
 
     def launch(self, stream: int) -> None:
         """What ``tell`` has set, by number, on the stream of that number. Raises CudaError."""
-        if self.devices > 1 and self.current() != self.device:  # the default streams of all devices have one number
+        if self.elsewhere():  # the default streams of all devices have one number
             with torch.cuda.device(self.device):
                 return self.launch(stream)
         if code := self.runtime.launch(self._next, stream):

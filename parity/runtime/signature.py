@@ -65,32 +65,20 @@ _math_reduction = _switch("_get_math_sdp_allow_fp16_bf16_reduction")
 
 def modes() -> tuple[Hashable, ...]:
     """Global state that changes which kernels run: grad and inference mode, autocast, TF32, cuDNN, deterministic algorithms, SDPA."""
-    return (  # one by one: a loop over them would take half as long again, and this is a third of what a steady call adds to a replay
+    return (
         torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled() and (torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()),  # without a name: CUDA's
         torch.get_default_dtype(),
-        _matmul(),
-        _conv(),
-        _rnn(),
         _fp16_reduction(),
         _bf16_reduction(),
-        _cudnn(),
-        _benchmark(),
-        _cudnn_deterministic(),
         _deterministic(),
-        _fills(),
-        _flash(),
-        _efficient(),
-        _math(),
-        _cudnn_attention(),
-        _math_reduction(),
+        *_rest(),
     )
 
 
 def _rest() -> tuple[Hashable, ...]:
     """Of ``modes`` what a guard of torch's does not hold."""
-    return (
+    return (  # one by one: a loop over them would take half as long again, and a steady call reads them all
         torch.is_inference_mode_enabled(),
         _matmul(),
         _conv(),

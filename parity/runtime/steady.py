@@ -38,7 +38,7 @@ def steady(entry: Entry, leaf: Tensor) -> Callable[[Any], Any] | None:
         return None
     empty, forms, known, runtime = copies.empty, copies.forms, copies.known, copies.runtime
     lock, current, device = pool.lock, pool.current, pool.device
-    elsewhere = (lambda: copies.current() != copies.device) if copies.devices > 1 else None
+    elsewhere = copies.elsewhere if copies.devices > 1 else None
 
     def call(x: Any) -> Any:
         if not fits(x) or capturing() or (derived is not None and entry.doubtful()) or (elsewhere is not None and elsewhere()):
