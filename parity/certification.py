@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from parity.judge.outcome import Outcome
 from parity.judge.verdict import SAFE
-from parity.record.evidence import EvidenceFile, evidence_path, read_evidence
+from parity.record.bench import read_benches
+from parity.record.evidence import EvidenceFile, evidence_path, read_all
 from parity.record.explanation import recorded, render
 from parity.record.files import RecordError
 from parity.record.fresh import missing_or_stale, study_fingerprint
@@ -123,7 +124,8 @@ class Certification:
     def _resume(self) -> None:
         if self.path is None:
             raise ValueError("--resume reads what was recorded: it does not go with --no-reports")
-        records = read_evidence(self.path) if self.path.exists() else []
+        self._open()
+        records = list(self.file.records.values()) if self.file is not None else []
         due = {row.id for row, _ in missing_or_stale(self.rows, records, self.catalogue.declaration, self.versions)}
         modes = {row.mode for row in self.rows if row.id in due}  # whatever is judged is judged beside the controls of its mode
         due |= {row.id for row in self.rows if row.zoo == CONTROLS and row.mode in modes}
@@ -135,11 +137,15 @@ class Certification:
     def versions(self) -> dict[str, str]:
         return {name: facts["zoo"] for name, facts in self.environment["zoos"].items() if "zoo" in facts}
 
+    def _open(self) -> None:
+        """Opens the evidence, which mends a last line that was cut off: reading it alone would refuse such a file."""
+        if self.path is not None and self.file is None:
+            self.file = EvidenceFile.open(self.path)
+            self.notes += self.file.messages
+
     def hints(self) -> dict[str, float]:
         """Seconds per row as measured before on this environment, so that long rows start first."""
-        if self.path is None or not self.path.exists():
-            return {}
-        return {r["id"]: float(r["seconds"]) for r in read_evidence(self.path)}
+        return {} if self.file is None else {key: float(record["seconds"]) for key, record in self.file.records.items()}
 
     def suspects(self) -> set[str]:
         """Rows declared to be unsafe here."""
@@ -148,9 +154,11 @@ class Certification:
 
     def run(self) -> Iterator[Record]:
         """Judges the rows and yields each record once it is on disk. Whatever interrupts it, what was yielded is kept and reported."""
+        self._open()
+        if self.reports is not None and not self.shard:
+            read_all(self.reports)  # what would keep the reports from being written is told before anything is judged
+            read_benches(self.reports)
         hints = self.hints()
-        if self.path is not None:
-            self.file = EvidenceFile.open(self.path)
         for record in self.kept:
             self.tally.add(record)
         try:
@@ -193,8 +201,7 @@ class Certification:
         rows = self.unexplained()
         if not rows:
             return
-        if self.path is not None:
-            self.file = EvidenceFile.open(self.path)
+        self._open()
         done = 0
         try:
             with closing(studies(rows, self.options)) as told:  # no child outlives a run that is broken off
@@ -255,7 +262,8 @@ def screened_modes(rows: Sequence[Row], modes: Sequence[str] = ()) -> list[Row]:
 
 def line(record: Record) -> str:
     """One line for a person: verdict, and of training the class, row, cause, proof, place."""
-    cause = f"  {cause_of(record)}" if cause_of(record) else ""
+    told = record["message"] if record["verdict"] == "unavailable" else cause_of(record)
+    cause = f"  {told}" if told else ""
     proof = f"  proved by {', '.join(record['proof'])}" if record.get("proof") else ""
     where = f"  {record['where']}" if record["where"] else ""
     mark = "" if is_expected(record) else f"  (expected {record['expected']})"

@@ -118,16 +118,19 @@ def answer(target: Target, engine: str, *, timeout: float = 300.0, seed: int = 0
         outcomes: dict[str, Outcome] = {outcome.row: outcome for outcome in studies((study, *target.rows), options, server)}
     judged = [outcomes[row.id] for row in target.rows]
     if target.ours and judged[0].status == "broken":
-        raise BadTarget(_at_fault(outcomes[study.id], judged[0]))
+        raise BadTarget(_at_fault(outcomes[study.id], judged[0], target.given))
     declared, zoo = target.catalogue.declaration(target.rows[0]), target.catalogue.zoo(name)
     known = {row.arm: declared.expectation(row, engine, zoo.version()) for row in target.rows if judged[0].status == "judged"}
     return explanation(target.given, engine, judged, outcomes[study.id], known)
 
 
-def _at_fault(studied: Outcome, judged: Outcome) -> str:
-    """What is wrong with the user's own model or file, without the row's name, which the user did not choose."""
-    message = (studied.message if studied.status == "broken" else judged.message).removeprefix(f"{studied.row}: ")
-    return message.partition(_MESSAGE)[2] or message.removeprefix(f"{judged.row}: ")
+def _at_fault(studied: Outcome, judged: Outcome, given: str) -> str:
+    """What is wrong with the user's own model or file, without what the user did not choose: the row's name, and that of ``build()``
+    where a factory was ``given``. A study of inference says more than the judge, one of training less."""
+    more = studied.status == "broken" and Row.parse(studied.row).mode == "inference"
+    message = (studied.message if more else judged.message).removeprefix(f"{studied.row}: ")
+    message = message.partition(_MESSAGE)[2] or message.removeprefix(f"{judged.row}: ")
+    return message.replace("build()", f"{given}()", 1) if _FACTORY.fullmatch(given) else message
 
 
 def explain(

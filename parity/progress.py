@@ -73,6 +73,9 @@ def print_summary(console: Console, run: Certification, wanted: set[str]) -> Non
     for (zoo, mode, arm), records in sorted(by_arm.items()):
         table.add_row(zoo, mode, arm, str(len(records)), counted(records), str(sum(not is_expected(r) for r in records) or ""))
     console.print(table)
+    absent = Counter(r["message"] for r in run.tally.records if r["verdict"] == "unavailable" and not is_expected(r))
+    for why, count in absent.items():
+        console.print(f"{count} not judged: {why}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for record in run.tally.unexpected:
         console.print(explanation(record), markup=False, highlight=False, soft_wrap=True)
     for note in run.notes:

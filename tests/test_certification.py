@@ -212,13 +212,17 @@ def test_an_interrupted_run_keeps_and_reports_what_it_has(
     assert len(again.tally.records) == len(rows)
 
 
-def test_resuming_judges_stale_rows_again_and_counts_the_others(catalogue: Catalogue, tmp_path: Path) -> None:
-    rows = select(catalogue, "healthy", "sabotaged", "gone")
+def test_resuming_judges_stale_rows_again_and_counts_the_others(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = select(catalogue, "healthy", "sabotaged", "gone", "ec")
+    monkeypatch.setattr("doors.outcome_of", lambda row, _: Outcome(row.id, "crashed") if row.family == "ec" else outcome_of(row))
     list(Certification(catalogue, rows, reports=tmp_path).run())
+    monkeypatch.setattr("doors.outcome_of", outcome_of)
     FakePool.judged.clear()
     run = Certification(catalogue, rows, reports=tmp_path, resume=True)
     list(run.run())
-    assert {Row.parse(i).family for i in FakePool.judged} == {"gone"}  # what was not judged is asked again
+    assert {Row.parse(i).family for i in FakePool.judged} == {"ec"}  # what was not judged is asked again, unless it cannot be judged
     assert run.tally.exit_code == 1  # the sabotaged one is remembered
 
 
@@ -296,7 +300,50 @@ def test_seconds_of_the_last_run_are_the_hints_of_the_next(catalogue: Catalogue,
     run = Certification(catalogue, rows, reports=tmp_path)
     assert run.hints() == {}
     list(run.run())
-    assert run.hints() == {rows[0].id: 1.0}
+    assert Certification(catalogue, rows, reports=tmp_path, resume=True).hints() == {rows[0].id: 1.0}
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_goes_on_from_a_line_that_was_cut_off(catalogue: Catalogue, tmp_path: Path, resume: bool) -> None:
+    rows = select(catalogue, "ec", "healthy")
+    first = Certification(catalogue, rows, reports=tmp_path)
+    list(first.run())
+    assert first.path is not None
+    whole = first.path.read_bytes()
+    first.path.write_bytes(whole[:-40])
+    lost = max(row.id for row in rows)  # the file is sorted
+    FakePool.judged.clear()
+    run = Certification(catalogue, rows, reports=tmp_path, resume=resume)
+    list(run.run())
+    assert FakePool.judged == [lost] if resume else lost in FakePool.judged
+    assert {r["id"] for r in read_evidence(first.path)} == {row.id for row in rows}
+    assert run.notes == [f"{first.path}:{len(rows)}: the last line was cut off; moved to {first.path.name}.partial, its row runs again"]
+
+
+def test_what_would_keep_the_reports_from_being_written_is_told_before_anything_is_judged(catalogue: Catalogue, tmp_path: Path) -> None:
+    rows = select(catalogue, "ec")
+    list(Certification(catalogue, rows, reports=tmp_path).run())
+    FakePool.judged.clear()
+    for folder in ("evidence", "bench"):
+        other = tmp_path / folder / "nvidia-old.jsonl"
+        other.parent.mkdir(exist_ok=True)
+        other.write_text('{"id": "x", "schema": 0}\n')
+        with pytest.raises(RecordError, match=rf"{folder}/nvidia-old\.jsonl:1: .*schema 0"):
+            list(Certification(catalogue, rows, reports=tmp_path).run())
+        list(Certification(catalogue, rows, reports=tmp_path, shard="1/1").run())  # writes no reports
+        other.unlink()
+    assert len(FakePool.judged) == 2, "only the shards were judged"
+
+
+def test_what_could_not_be_judged_is_told_with_its_reason(catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = "small is not installed: pip install small"
+    monkeypatch.setattr("doors.outcome_of", lambda row, survivor=False: Outcome(row.id, "unavailable", message=lacks))
+    run = Certification(catalogue, select(catalogue, "ec", "healthy"))
+    records = list(run.run())
+    assert line(records[0]).startswith(f"unavailable   {records[0]['id']}  {lacks}")
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(console, run, set())
+    assert f"{len(records)} not judged: {lacks}\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 # ---- explanations

@@ -401,3 +401,23 @@ def test_a_gate_without_evidence_is_exit_2(cli: Cli) -> None:
     cli("certify", "--family", "healthy")
     code, out, _ = cli("gate", "--family", "healthy")
     assert (code, out) == (2, "no evidence to compare\n")
+
+
+def test_the_gate_of_everything_misses_a_family_that_is_declared_no_more(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody would judge it again, and the runtime would go on replaying it."""
+    device = {"gpu": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0", "cuda": "13.0", "zoos": {"small": {"zoo": "1.0"}}}
+    monkeypatch.setattr(certification, "probe", lambda *_: {"engine": "cuda", "devices": ["0"], "environment": device})
+    cli("certify", "--zoo", "small", "--mode", "inference", "--no-explain")
+    assert main(["gate", "--families", "small_zoos", "--zoo", "small", "--mode", "inference", "--json"]) == 0
+    small = tmp_path / "small_zoos" / "small.py"
+    small.write_text(small.read_text().replace('    family("ec", "plain", "small", arms=("graphed",)),\n', ""))
+    for name in [n for n in sys.modules if n.split(".")[0] == "small_zoos"]:
+        del sys.modules[name]
+    monkeypatch.setattr("parity.cli.sources_of", lambda named: ["small_zoos"])
+    capfd.readouterr()
+    for words, code in (((), 1), (("--zoo", "small", "--mode", "inference"), 0)):
+        assert main(["gate", *words, "--json"]) == code
+        gone = [f["row"] for f in json.loads(capfd.readouterr().out) if "no row of it is declared" in f["message"]]
+        assert gone == ["small/ec/detect/inference"] * (not words)

@@ -196,6 +196,29 @@ def test_the_class_and_proof_of_a_training_row_are_told() -> None:
     assert ADVICE["autocast-cache"] in render(found)
 
 
+def test_what_was_tried_is_told_of_a_step_that_is_wrong() -> None:
+    row = "small/known/detect/training/b1-float32/bare"
+    tried = [{"conditions": [], "differing": 6}, {"conditions": ["tf32-off", "math-sdpa"], "differing": -1}]
+    check = Check("gradients", "failed", "gradient w: 1 of 1 elements", "unknown")
+    found = explanation("x", "emulated", [Outcome(row, "judged", (check,), training={"tried": tried})], studied(row), {"bare": None})
+    assert found["tried"] == tried
+    assert "tried      tensors differ under no condition (6), tf32-off + math-sdpa (some)" in render(found)
+
+
+@pytest.mark.parametrize(
+    ("cause", "detail", "words"),
+    [
+        ("dead-input", "the loss is nan in eager already", "the step is not finite before anything is captured"),
+        ("dead-input", "gradient b: 1; eager gives no gradient where this arm gives one", "the loss does not use this parameter"),
+        ("buffer-drift", "a forward writes to parameter t in place", "make it a buffer"),
+    ],
+)
+def test_advice_fits_what_the_check_says(cause: str, detail: str, words: str) -> None:
+    judged = Outcome(ID, "judged", (Check("eager_step", "failed", detail, cause),))
+    assert words in explanation("x", "emulated", [judged], studied(ID), {"bare": None})["advice"]
+    assert words not in ADVICE[cause]
+
+
 def test_a_study_that_died_is_told_and_the_verdict_stays() -> None:
     dead = Outcome(Row.parse(ID).with_arm("eager").id, "crashed", message="the child died of SIGSEGV")
     found = explanation("x", "emulated", [outcome_of(Row.parse(ID))], dead, {"bare": None})
@@ -265,6 +288,16 @@ def test_a_case_and_factories_in_real_children(tmp_path: Path, monkeypatch: pyte
     assert "-> a tensor is made of Python values in every forward" in text
 
 
+def test_a_loss_that_is_no_scalar_is_told_as_the_judge_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("vector.py").write_text(READS.replace('"inference"', '"training"') + "def loss(output, x):\n    return output.mean(0)\n")
+    code, _, text = run(capsys, "vector.py", "--engine", "emulated")
+    assert code == 2
+    assert "the loss is a torch.float32 tensor of shape (8,), where a scalar is needed" in text
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -273,6 +306,7 @@ def test_a_case_and_factories_in_real_children(tmp_path: Path, monkeypatch: pyte
         ("explained_zoo:needs", "it needs width; name a function without required arguments, such as\n    def make():\n"),
         ("explained_zoo:text", "it returned a str; a factory returns a torch.nn.Module"),
         ("explained_zoo:narrow", "mat1 and mat2 shapes cannot be multiplied"),
+        ("explained_zoo:fails", "explained_zoo:fails() raised ZeroDivisionError"),
     ],
 )
 def test_what_a_factory_lacks_is_said_by_name(
@@ -282,7 +316,7 @@ def test_what_a_factory_lacks_is_said_by_name(
     monkeypatch.syspath_prepend(str(tmp_path))
     Path("explained_zoo.py").write_text(
         "import torch\ndef needs(width): return torch.nn.Linear(width, 1)\ndef text(): return 'x'\n"
-        "def narrow(): return torch.nn.Linear(3, 1)\n"
+        "def narrow(): return torch.nn.Linear(3, 1)\ndef fails(): return 1 / 0\n"
     )
     code, _, text = run(capsys, target, "--input", "2x4", "--engine", "emulated")
     assert code == 2

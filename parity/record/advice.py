@@ -62,9 +62,23 @@ SPECIFIC: Final = (
      "does not hold it: leave the operation outside the captured region"),
     ("side-stream", "autograd graph", "the model keeps a tensor of an earlier step together with its graph: detach what is kept"),
     ("side-stream", "never waited for", "join the stream before the forward ends: torch.cuda.current_stream().wait_stream(side)"),
+    ("dead-input", "in eager already", "the step is not finite before anything is captured: look at the loss and at its inputs first"),
+    ("dead-input", "no trainable parameter", "let what is to be trained require gradients: requires_grad_(True)"),
+    ("dead-input", "no parameter gets a gradient", "the loss does not reach a parameter: something on the way is detached"),
+    ("dead-input", "every gradient is zero", "zeros on the way stop all gradients: in build(), give such a weight another value"),
+    ("dead-input", "no gradient where this arm gives one", "the loss does not use this parameter: use it, freeze it by "
+     "requires_grad_(False), or leave it out"),
+    ("buffer-drift", "writes to parameter", "make it a buffer, which a warm-up puts back, or update it outside the forward"),
+    ("output-aliasing", "a loss that was handed out", "the loss is the graph's own memory: clone it before keeping it"),
+    ("output-aliasing", "the gradient of another", "gradients are handed out in another order than that of the parameters: name them"),
+    ("host-state", "hands out no gradient", "the backward that was captured leaves a gradient out that eager's gives: it must not ask "
+     "whether it is captured"),
+    ("rng", "set_rng_state", "the part that is run again in the backward draws random numbers: keep dropout outside of checkpoint(), "
+     "or leave that part outside the captured region"),
+    ("rng", "seed", "seed outside of the forward, or draw once and keep the numbers in a buffer"),
     ("side-stream", "never joined", "let it wait for the current stream first: side.wait_stream(torch.cuda.current_stream())"),
 )  # fmt: skip
-"""Cause, a part of the operation's name, and what to do."""
+"""Cause, a part of the operation's name or of what a check said, and what to do."""
 
 
 _WORDS: Final = {
@@ -80,6 +94,6 @@ def spoken(what: str) -> str:
 
 
 def advise(cause: str, what: str = "") -> str:
-    """What to do about a cause, met at the operation ``what``."""
+    """What to do about a cause. ``what``: the operation it was met at, or what the check that failed says."""
     special = (text for of, part, text in SPECIFIC if of == cause and part in what)
     return next(special, ADVICE.get(cause, ""))

@@ -117,8 +117,12 @@ def bench_path(reports: str | Path, environment: Mapping[str, Any], engine: str)
 def read_bench(path: str | Path) -> list[Measurement]:
     """The measurements of a file, sorted by row. Raises RecordError naming file and line."""
     path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(data.splitlines(), 1):
         try:
             found.append(Measurement.from_dict(json.loads(line)))
         except (ValueError, AttributeError) as error:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from parity.judge.outcome import Outcome
 from parity.judge.verdict import SAFE, as_expected, verdict_of
 from parity.record.advice import advise, spoken
+from parity.record.fresh import NOT_JUDGED
 from parity.record.learned import FIELD, learned
 from parity.record.line import is_expected, outcome_of
 from parity.rows.family import Expect
@@ -25,7 +26,8 @@ def explanation(
 ) -> Explanation:
     """``judged``: the arms, the one that is asked about first; ``studied``: what the arm ``eager`` was studied for; ``expect``: arm
     to what is declared. Keys: target, id, engine, verdict, expected (bool), cause, check, detail, op, where, file, line, code,
-    module, advice, stale, class, proved, proof, reasons, divergence, finding, seam, unseen, arms, stopped."""
+    module, advice, stale, class, proved, proof, tried (conditions, and tensors that differ under them), reasons, divergence, finding,
+    seam, unseen, arms, stopped."""
     found = verdict_of(judged[0], engine)
     expected = as_expected(found, expect.get(Row.parse(judged[0].row).arm))
     return _told(target, engine, judged, learned(studied, engine), expected)
@@ -61,11 +63,12 @@ def _told(target: str, engine: str, judged: Sequence[Outcome], study: Mapping[st
         "line": line,
         "code": code,
         "module": reason.get("module", divergence.get("module", "")),
-        "advice": "" if found.safe else advise(found.cause, op),
+        "advice": "" if found.safe or found.verdict in NOT_JUDGED else advise(found.cause, op or found.detail),
         "stale": _stale(outcome, found.check),
         "class": outcome.training.get("class", ""),
         "proved": outcome.training.get("cause", ""),
         "proof": list(outcome.training.get("proof", ())),
+        "tried": [] if found.safe else [dict(trial) for trial in outcome.training.get("tried", ())],
         **{name: study[name] for name in ("reasons", "divergence", "finding", "seam", "stopped", "unseen")},
         "arms": {Row.parse(o.row).arm: {"verdict": v.verdict, "cause": v.cause} for o in judged for v in [verdict_of(o, engine)]},
     }
@@ -92,15 +95,19 @@ def _reason(cause: str, where: str, reasons: Sequence[Mapping[str, Any]]) -> Map
 def render(told: Mapping[str, Any]) -> str:
     """The answer, for a person."""
     safe = told["verdict"] in SAFE
-    cause = f" ({told['cause']})" if told["cause"] and not safe else ""
+    unjudged = told["verdict"] in NOT_JUDGED
+    cause = f" ({told['cause']})" if told["cause"] and not safe and not unjudged else ""
     name = told["target"] if told["id"].startswith("case/") else told["id"]
     lines: list[str | None] = [f"{name}: {told['verdict']}{cause}, on the {told['engine']} engine"]
     if told["check"]:
         lines.append(_field("check", f"{told['check']}: {told['detail']}"))
+    if unjudged:
+        return "\n".join([*filter(None, lines), told["detail"] or told["stopped"]])
     if not safe:
         lines += [_field("operation", spoken(told["op"])), *_source(told), _field("submodule", told["module"] or _own(told))]
         lines.append(_field("do", told["advice"]))
     lines += [_field("dropped", text) for text in told["stale"]]
+    lines.append(_field("tried", _tried(told["tried"])))
     if told["class"]:
         proved = f" ({told['proved']}), proved by {', '.join(told['proof'])}" if told["proof"] else ""
         lines += [_field("class", told["class"] + proved), _field("do", advise(told["proved"]))]
@@ -128,6 +135,12 @@ def _source(told: Mapping[str, Any]) -> list[str | None]:
     if not told["file"]:
         return [_field("line", told["where"])]
     return [_field("line", f"{told['file']}:{told['line']}"), _field("", told["code"])]
+
+
+def _tried(trials: Sequence[Mapping[str, Any]]) -> str:
+    """Under which conditions a training step differs all the same, and in how many tensors."""
+    told = [f"{' + '.join(t['conditions']) or 'no condition'} ({t['differing'] if t['differing'] >= 0 else 'some'})" for t in trials]
+    return f"tensors differ under {', '.join(told)}" if told else ""
 
 
 def _seam(seam: Mapping[str, Any]) -> list[str | None]:

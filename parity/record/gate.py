@@ -70,13 +70,14 @@ def gate(
     """
     stale = stale or {}
     wanted = {row.id: row for row in rows}
+    declared = frozenset(row.id.rsplit("/", 2)[0] for row in rows) if complete else None
     every = {record["id"]: record for record in records}
     last = {id_: record for id_, record in every.items() if id_ in wanted}
     findings: list[Finding] = []
     for name in sorted({name_of(record) for record in last.values()}):
         safe = certified(record for record in every.values() if name_of(record) == name)
         found = {key: asked for key, rows_ in safe.items() if (asked := [r for r in rows_ if r["id"] in wanted])}
-        findings += _baseline(name, [r for r in last.values() if name_of(r) == name], found, allowlist, complete)
+        findings += _baseline(name, [r for r in last.values() if name_of(r) == name], found, allowlist, declared)
     for row in rows:
         record = last.get(row.id)
         if record is None:
@@ -104,9 +105,11 @@ def _row(row: Row, record: Record) -> Iterable[Finding]:
 
 
 def _baseline(
-    name: str, records: list[Record], safe: Mapping[str, list[Record]], allowlist: Allowlist, complete: bool
+    name: str, records: list[Record], safe: Mapping[str, list[Record]], allowlist: Allowlist, declared: frozenset[str] | None
 ) -> Iterable[Finding]:
-    """``safe``: family key to those of the ``records`` that certify it."""
+    """``safe``: family key to those of the ``records`` that certify it. ``declared``: keys of all families there are, where that is
+    known.
+    """
     listed = {c.id: c for c in allowlist.certificates if c.measured_on == name}
     if name not in allowlist.environments:
         emulated = all(record["engine"] != "cuda" for record in records)
@@ -134,9 +137,8 @@ def _baseline(
             yield Finding(
                 "regression", record["id"], why + where, f"{rerun(Row.parse(record['id']), 'cuda')}  # if it is meant: {UPDATE}"
             )
-    if complete:
-        present = {family_key(record) for record in records}
-        for key in sorted(set(listed) - present):
+    if declared is not None:
+        for key in sorted(set(listed) - declared):
             yield Finding("missing row", key, f"is in the allowlist for {name}, but no row of it is declared any more", UPDATE)
 
 

@@ -46,6 +46,8 @@ _KINDS: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
     (dict, "seconds_phases environment healed"),
 )
 _TYPES: Final = {name: kind for kind, names in _KINDS for name in names.split()}
+_OF_CHECK: Final = {"name": str, "status": str, "detail": str, "cause": str, "where": str, "figures": Mapping}
+_FACTS: Final = ("gpu", "arch", "driver", "torch", "cuda", "cudnn")
 _OF_OUTCOME: Final = (
     "status",
     "message",
@@ -115,6 +117,8 @@ def record_of(
         raise ValueError(f"an outcome of {outcome.row} cannot be the evidence of {row.id}")
     verdict = verdict_of(outcome, engine)
     expect = family.expectation(row, engine, zoo_version)
+    if family.unavailable:  # it is never asked for, so whatever else is declared of it cannot be seen
+        expect = Expect("unavailable", f"declared unavailable: {family.unavailable}")
     data = json_ready(outcome.to_dict(), row.id)
     return {
         "schema": SCHEMA,
@@ -198,6 +202,15 @@ def _validate(record: Record) -> None:
         raise ValueError(f"a row of mode inference has no {', '.join(found)}")
     check_learned(record)
     outcome = outcome_of(record)
+    for check in outcome.checks:
+        if wrong := [name for name, kind in _OF_CHECK.items() if not isinstance(getattr(check, name), kind)]:
+            raise ValueError(f"a check's {wrong[0]} is {str(getattr(check, wrong[0]))[:60]!r}")
+    facts, told = record["environment"], record.get("training", {})
+    texts = {name: record[name] for name in ("leaves", "dead_leaves", "notes")} | {"ops": told.get("ops", [])}
+    texts["environment"] = [facts[name] for name in _FACTS if facts.get(name) is not None]
+    if wrong := [name for name, words in texts.items() if not isinstance(words, list) or not all(isinstance(w, str) for w in words)]:
+        raise ValueError(f"{wrong[0]} holds what is no text: {str(texts[wrong[0]])[:60]}")
+    is_expected(record)  # what is declared must be readable, too
     if odd := sorted({c.status for c in outcome.checks} - {"passed", "failed", "skipped"}):
         raise ValueError(f"a check has the status {odd[0]!r}")
     stored, derived = verdict(record), verdict_of(outcome, record["engine"])
@@ -224,6 +237,8 @@ def is_expected(record: Mapping[str, Any]) -> bool:
     """Whether a record's verdict is the one its family declared for it, and its class, where one was declared."""
     if record.get("expected_class", "") not in ("", class_found(record) if "class" in record else ""):
         return False
+    if record["expected"] == "unavailable":  # nothing was judged, so there is no cause that could be known
+        return bool(record["verdict"] == "unavailable")
     if record["expected"] in SAFE:
         return as_expected(verdict(record), None)
     declared = {name: record[f"expected_{name}"] for name in ("reason", "cause", "check")}

@@ -22,6 +22,7 @@ INTRODUCTION: Final = (
 )
 SHORT: Final = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}  # the words for what autocast casts to
 SHOWN: Final = 3  # ops that a cell names
+NOISE: Final = "nondeterministic-kernel"
 ARMS: Final = ("graphed", "native", "bare")
 
 
@@ -79,7 +80,7 @@ def _line(subject: Mapping[str, Record], arms: Iterable[str]) -> dict[str, str]:
         line[arm] = verdict_cell(record)
         line[f"{arm}: gradients differing"] = "/".join(map(str, record["tensors"])) if record else ""
         line[f"{arm}: cause"] = _cause(record) if record else ""
-        line[f"{arm}: proved by"] = ", ".join(record["proof"]) if record else ""
+        line[f"{arm}: proved by"] = _proof(record) if record else ""
     graphed = subject.get("graphed", first)
     line["peak memory"] = _memory(graphed["peak_memory"])
     line["captured"] = str(graphed["training"].get("seam", ""))
@@ -87,10 +88,25 @@ def _line(subject: Mapping[str, Record], arms: Iterable[str]) -> dict[str, str]:
 
 
 def _cause(record: Record) -> str:
-    """The cause, and the ops that it is about."""
-    ops = record["training"].get("ops", [])
-    more = f" and {len(ops) - SHOWN} more" if len(ops) > SHOWN else ""
-    return cause_of(record) + (f": {', '.join(ops[:SHOWN])}{more}" if ops else "")
+    """The cause; of noise, the ops that make it, each with the first place where it does."""
+    places: dict[str, list[str]] = {}
+    for op in record["training"].get("ops", []):
+        head, _, where = op.partition(" at ")
+        places.setdefault(head.partition(" ")[0], []).append(f"{head} at {where.partition(' ')[0]}" if where else head)
+    if not places or (cause := cause_of(record)) != NOISE:
+        return cause_of(record)
+    told = [of[0] + (f" and {_more(len(of) - 1, 'place')}" if len(of) > 1 else "") for of in places.values()]
+    more = [_more(len(told) - SHOWN, "operation")] if len(told) > SHOWN else []
+    return f"{cause}: {'; '.join([*told[:SHOWN], *more])}"
+
+
+def _more(count: int, what: str) -> str:
+    return f"{count} more {what}{'s' * (count > 1)}"
+
+
+def _proof(record: Record) -> str:
+    """The conditions; said to be more than are needed where they may be."""
+    return ", ".join(record["proof"]) + ("" if record["training"].get("minimal", True) else " (fewer may do)")
 
 
 def tried_table(records: Sequence[Record]) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from parity.record.advice import ADVICE
+from parity.record.advice import advise
 from parity.record.explanation import Explanation, recorded, render
 from parity.record.learned import FIELD
 from parity.record.line import Record, is_expected, subject
@@ -62,7 +62,7 @@ def _row(key: Key, group: Sequence[Record], told: Mapping[str, Any]) -> dict[str
         "cause": cause,
         "where": code(where or (told["where"] if told else "")),
         "declared": group[0]["expected_reason"] if all(map(is_expected, group)) else "not declared",
-        "what to do": (told["advice"] if told else "") or ADVICE[cause],
+        "what to do": (told["advice"] if told else "") or advise(cause, group[0]["detail"]),
         "cut": _cut(told["seam"]) if told else "",
     }
 

@@ -33,6 +33,13 @@ EXAMPLE = """
     def probes(device):
         return (torch.rand(1, 8).to(device),), (torch.randn(1, 8).to(device),)"""
 
+TRAINING_EXAMPLE = (
+    EXAMPLE.replace('"inference"', '"training"')
+    + """
+    def loss(output, *inputs):
+        return output.mean()"""
+)
+
 
 class CaseError(ValueError):
     """A case file that cannot be read, or lacks something."""
@@ -111,7 +118,8 @@ def case_family(path: Path) -> Family | Training:
     if mode == "training" and "loss" not in names:
         missing.append("loss")
     if missing:
-        raise CaseError(f"{path}: a case file needs {', '.join(missing)}; the right form:{EXAMPLE}")
+        form = TRAINING_EXAMPLE if mode == "training" else EXAMPLE
+        raise CaseError(f"{path}: a case file needs {', '.join(missing)}; the right form:{form}")
     try:
         return (_trained if mode == "training" else _inferred)(path, names)
     except CaseError:

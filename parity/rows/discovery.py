@@ -8,10 +8,11 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from parity.rows.case import CaseError, case_zoo
 from parity.rows.family import Family, Zoo
@@ -39,6 +40,31 @@ class Selection:
     size: str = "recommended"
     boundary: str | None = None
     dtypes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """As it is asked for on the command line."""
+        words = [f"--{_OPTIONS[f.name]} {v or repr(v)}" for f in fields(self) for v in _values(getattr(self, f.name))]
+        return " ".join(words)
+
+
+_OPTIONS = {f.name: f.name for f in fields(Selection)} | {
+    "zoos": "zoo", "families": "family", "tasks": "task", "modes": "mode", "arms": "arm", "dtypes": "dtype",
+}  # fmt: skip
+_CONDITIONS: Mapping[str, tuple[Any, Callable[[Row], str]]] = {
+    "zoos": ((), lambda row: row.zoo),
+    "families": ((), lambda row: row.family),
+    "tasks": ((), lambda row: row.task),
+    "modes": ((), lambda row: row.mode),
+    "arms": ((), lambda row: row.arm),
+    "size": ("all", lambda row: str(row.settings.size)),
+    "boundary": (None, lambda row: row.settings.boundary or "''"),
+    "dtypes": ((), lambda row: row.settings.dtype),
+}
+"""Of each condition, what leaves it out, and what a row has in its place."""
+
+
+def _values(condition: tuple[str, ...] | str | None) -> tuple[str, ...]:
+    return condition if isinstance(condition, tuple) else () if condition is None else (condition,)
 
 
 @dataclass(frozen=True)
@@ -87,9 +113,15 @@ class Catalogue:
         _known("dtype", selection.dtypes, (*DTYPES, *(row.settings.dtype for f in every for row in f.rows())))
         if not selection.size.isdigit():
             _known("size", (selection.size,), ("recommended", "native", "all"))
+        rows = self._answering(selection)
+        if not rows:
+            raise DiscoveryError(self._none_answers(selection))
+        return rows
+
+    def _answering(self, selection: Selection) -> list[Row]:
         arms = selection.arms or DEFAULT_ARMS
         rows = []
-        for family in every:
+        for family in (f for z in self.zoos for f in z.families):
             if selection.zoos and family.zoo not in selection.zoos:
                 continue
             if selection.families and family.name not in selection.families:
@@ -104,10 +136,18 @@ class Catalogue:
             rows += [r for r in declared if r.arm in arms and r.settings.size in sizes]
         rows = [r for r in rows if not selection.modes or r.mode in selection.modes]
         rows = [r for r in rows if not selection.dtypes or r.settings.dtype in selection.dtypes]
-        rows = [r for r in rows if selection.boundary is None or r.settings.boundary == selection.boundary]
-        if not rows:
-            raise DiscoveryError(f"no row answers to {selection}: name fewer conditions, or see `parity list`")
-        return rows
+        return [r for r in rows if selection.boundary is None or r.settings.boundary == selection.boundary]
+
+    def _none_answers(self, selection: Selection) -> str:
+        """Why nothing is left: of each condition that alone stands in the way, what it could be."""
+        others = []
+        for name, (anything, value) in _CONDITIONS.items():
+            if getattr(selection, name) != anything:
+                rows = self._answering(replace(selection, **{name: anything}))
+                found = list(dict.fromkeys(value(row) for row in rows))
+                more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+                others += [f"--{_OPTIONS[name]} could be {', '.join(found[:8])}{more}"] if found else []
+        return f"no row answers to {selection}; {', or '.join(others) or 'name fewer conditions'}; see `parity list`"
 
 
 def _unknown(kind: str, name: str, known: Sequence[str]) -> str:
@@ -137,7 +177,7 @@ def _load(name: str, path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise DiscoveryError(f"{file}: raised {type(error).__name__}: {error}") from error
     return module

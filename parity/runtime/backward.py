@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,14 +20,14 @@ from torch import Tensor, nn
 
 from parity.runtime import rng, tree
 from parity.runtime.buffers import Intake, Outlet
-from parity.runtime.capture import undone
+from parity.runtime.capture import kept_by_hooks, undone
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
 from parity.runtime.fresh import Outputs, Take, aliased, attributes_kept, changed, leaves_of, memory
 from parity.runtime.gradients import ODD, Handout, Layout, blank
 from parity.runtime.invalidation import LOCAL, generators
-from parity.runtime.liveness import Read, Trace, trace
+from parity.runtime.liveness import Guarded, Read, Trace, trace
 from parity.runtime.pool import CAPTURES, Pool
 from parity.runtime.state import unlike
 
@@ -38,7 +39,8 @@ _BORN_FROZEN: Final = 1000
 @dataclass
 class Recording:
     """``buffers``: those that a forward moves; ``before``: their values before the last one. ``serial``: how many forwards were
-    replayed, so that a step can tell whether the graph's memory is still its own. ``gap``: why no certificate covers it, until
+    replayed, so that a step can tell whether the graph's memory is still its own. ``last``: the step of that forward.
+    ``gap``: why no certificate covers it, until
     its first use has shown eager's bits."""
 
     forward: Any
@@ -60,6 +62,15 @@ class Recording:
     device: int
     serial: int = 0
     gap: str = ""
+    last: weakref.ref[Any] | None = None
+
+    def __post_init__(self) -> None:
+        grads = self.handout.statics[len(self.wrt) :]
+        self._bare = [p for p, grad in zip(self.params, grads, strict=True) if grad is None]
+
+    def hooked(self) -> bool:
+        """Whether a parameter that gets no gradient has a hook: eager does not call it, autograd would, with None."""
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._bare)
 
 
 @contextlib.contextmanager
@@ -126,10 +137,18 @@ class _Recorder:
 
     def probe(self) -> None:
         """Two plain runs: which buffers a forward moves, and what a recording would freeze."""
+        if any(m._backward_hooks or m._backward_pre_hooks for m in self.module.modules()):
+            raise CaptureRefused("host-state", "a submodule has a backward hook, whose Python a replay would not run")
         host = _host(rng.save())
         with aliased(self.module, copies=True) as aliases:
             take = self._take()
-            take.forward(aliases.params, self.wrt)
+            guard = Guarded((name, x) for name, x in self.module.named_parameters() if not x.requires_grad)  # a teacher, say
+            with guard:
+                take.forward(aliases.params, self.wrt)
+            if guard.found:
+                raise CaptureRefused(
+                    "buffer-drift", f"the network writes to parameter {next(iter(guard.found))}, which it does not train"
+                )
             real, copies = [b for b, _ in aliases.buffers], [c for _, c in aliases.buffers]
             moved = zip(aliases.buffers, unlike(copies, real), strict=True)
             self.buffers = [b for (b, c), moves in moved if moves or (not c.is_inference() and c._version)]
@@ -227,8 +246,11 @@ def _record(recorder: _Recorder, cloning: bool) -> Recording:
     with attributes_kept(module):
         try:
             with torch.cuda.stream(stream):
-                recorder.probe()
+                with rng.resets() as resets:
+                    recorder.probe()
+                rng.refuse(resets)
                 traced = recorder.traced()
+                kept_by_hooks(module, traced)
         finally:
             before.wait_stream(stream)
             rng.restore(streams)

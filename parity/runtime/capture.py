@@ -37,12 +37,25 @@ def release_all() -> None:
         holder.release("a capture failed in this process, and graphs follow the generator state it broke")
 
 
+@contextlib.contextmanager
+def releasing() -> Iterator[None]:
+    """Around a capture: one that fails, or is interrupted, drops all graphs of the process."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, CaptureFailed) or not isinstance(error, Exception):
+            release_all()
+        raise
+
+
 def unfit(leaves: list[Any]) -> str:
     """Why arguments cannot go into a graph, whatever it computes; empty where they can."""
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if foreign := tree.opaque(leaves):
         return f"an argument is a {foreign[0].__qualname__}, whose tensors cannot be seen"
     for t in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(t):
+            return "an input is mapped or differentiated by torch.func"
         if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_conj() or t.is_neg():
             return f"an input is a {type(t).__name__} of layout {t.layout}: only plain strided tensors are captured"
     if len({t.device for t in tensors if on_device(t)}) > 1:
@@ -50,10 +63,18 @@ def unfit(leaves: list[Any]) -> str:
     return ""
 
 
+def kept_by_hooks(module: nn.Module | None, traced: Trace) -> None:
+    """Raises CaptureRefused where each call leaves a tensor of its own with somebody outside of a module that has hooks, such as those
+    that collect features: a replay runs no Python, and would leave them with what the capture gave them."""
+    hooked = module is not None and any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    if hooked and (kept := next((read for read in traced.reads if read.suspected and not read.path), None)) is not None:
+        raise CaptureRefused("escape", f"a hook keeps {kept}, where a replay would leave the capture's")
+
+
 @contextlib.contextmanager
 def undone(before: Any, stream: Any, streams: rng.Streams, traced: Trace) -> Iterator[None]:
     """Around captures on ``stream``: afterwards ``before`` waits for them and is current, and random streams are as they were. Raises
-    CaptureFailed where a capture fails."""
+    CaptureFailed where a capture fails; after that, and after an interrupt, earlier graphs have to be released."""
     try:
         yield
     except BaseException as error:

@@ -154,11 +154,14 @@ class Take:
                     fresh[id(static)] = static.data.requires_grad_(leaf.requires_grad)
                 static = fresh[id(static)]
             self.inputs.append(static)
-        self._args, self._kwargs = tree.unflatten(self.inputs, spec)
+        self._spec, self._given = spec, tree.unflatten(self.inputs, spec)
 
     def forward(self, params: list[nn.Parameter], wrt: list[int]) -> Outputs:
+        args, kwargs = self._given
         with torch.enable_grad():
-            self.outputs = Outputs.of(self._module(*self._args, **self._kwargs), self.inputs)
+            self.outputs = Outputs.of(self._module(*args, **kwargs), self.inputs)
+        if not tree.alike(self._given, self.inputs, self._spec):
+            raise CaptureRefused("input-mutation", "the network changes a container among its arguments, which a replay would not")
         self.targets: list[Tensor] = [*(self.inputs[i] for i in wrt), *params]
         return self.outputs
 

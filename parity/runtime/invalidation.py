@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class _Clock:
@@ -72,7 +73,6 @@ class _Local(threading.local):
     """``visit``: number of the outermost scope this thread is in, 0 outside. ``after``: calls of a signature before it is captured.
     ``busy``: it warms up, traces or captures."""
 
-    depth = 0
     visit = 0
     after = 1
     busy = False
@@ -82,22 +82,35 @@ LOCAL: Final = _Local()
 _visits = itertools.count(1)
 
 
+def opened(local: threading.local, name: str, value: Any, outside: Any) -> Callable[[], bool]:
+    """From now on ``name`` of this thread is ``value``; ``outside`` where nothing is open. Returns what ends that, and tells whether it
+    was the last. In any order, and from any thread: a generator that is suspended within a scope may end after one that was opened
+    later, or be closed by another thread."""
+    mine, token = vars(local), object()
+    held: dict[object, Any] = mine.setdefault(f"open {name}", {})
+    held[token] = mine[name] = value
+
+    def close() -> bool:
+        del held[token]
+        mine[name] = next(reversed(held.values()), outside)
+        return not held
+
+    return close
+
+
 @contextmanager
 def scope(after: int = 1) -> Iterator[None]:
     """A capture scope: within the outermost one a module is checked in full once, outside of any at every call.
 
     ``after``: the call of a signature at which it is captured."""
-    outer, LOCAL.after = LOCAL.after, after
-    if LOCAL.depth == 0:
+    if LOCAL.visit == 0:
         LOCAL.visit = next(_visits)
-    LOCAL.depth += 1
+    mine, close = vars(LOCAL), opened(LOCAL, "after", after, 1)
     try:
         yield
     finally:
-        LOCAL.after = outer
-        LOCAL.depth -= 1
-        if LOCAL.depth == 0:
-            LOCAL.visit = 0
+        if close():
+            mine["visit"] = 0
 
 
 class Watch:
@@ -124,6 +137,8 @@ class Watch:
         self._missing = [t is None for t in tensors]
         there = list(compress(tensors, self._there))
         self.grads = _grads(there)
+        self._wrapped = [i for i, t in enumerate(there) if is_traceable_wrapper_subclass(t)]
+        self._contents = [_inside(there[i]) for i in self._wrapped]
         self._places = _places(there)
         self._alike = _guard(there)
 
@@ -160,6 +175,8 @@ class Watch:
 
     def _stand(self, tensors: list[Tensor]) -> bool:
         """Whether all are where and what they were."""
+        if self._wrapped and [_inside(tensors[i]) for i in self._wrapped] != self._contents:
+            return False
         try:
             addresses = [t.data_ptr() for t in tensors]
         except (AttributeError, RuntimeError, NotImplementedError):  # None, sparse, or wrapped by a subclass
@@ -215,9 +232,22 @@ def _guard(tensors: list[Tensor]) -> Callable[..., bool] | None:
 def _places(tensors: list[Tensor]) -> tuple[list[Any], ...]:
     """What a graph holds fixed of tensors: addresses, types and geometry. Column by column, which is what is fast."""
     try:
-        return [t.data_ptr() for t in tensors], [t.dtype for t in tensors], [t.shape for t in tensors], [t.stride() for t in tensors]
+        addresses = [t.data_ptr() for t in tensors]
+        return addresses, [t.dtype for t in tensors], [t.shape for t in tensors], [t.stride() for t in tensors], _kinds(tensors)
     except (RuntimeError, NotImplementedError):  # nothing but the object itself tells
-        return list(map(_address, tensors)), [t.dtype for t in tensors], [t.shape for t in tensors]
+        return list(map(_address, tensors)), [t.dtype for t in tensors], [t.shape for t in tensors], _kinds(tensors)
+
+
+def _kinds(tensors: list[Tensor]) -> list[Any]:
+    """Types; a parameter computes as a plain tensor does."""
+    return [Tensor if kind is nn.Parameter else kind for kind in map(type, tensors)]
+
+
+def _inside(tensor: Any) -> Any:
+    """Types and addresses of what a wrapper holds, such as a quantized weight, which has no address of its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None if tensor is None else (_address(tensor), tensor.dtype, tensor.shape)
+    return type(tensor), [(name, _inside(getattr(tensor, name))) for name in tensor.__tensor_flatten__()[0]]
 
 
 def _address(tensor: Tensor) -> Any:

@@ -34,11 +34,11 @@ class Violation:
 
     @property
     def invalidates(self) -> bool:
-        """Whether CUDA itself notices. torch refuses a copy before CUDA hears of it, so a swallowed error leaves the capture valid."""
-        return self.cause not in {"h2d-copy", "d2h-copy"}
+        """Whether CUDA itself notices. torch refuses copies and seeds before CUDA hears of them: a swallowed error does no harm."""
+        return self.cause not in {"h2d-copy", "d2h-copy", "rng"}
 
     def __str__(self) -> str:
-        if self.invalidates:
+        if not self.cause.endswith("-copy"):
             return f"not permitted while a stream is capturing: {self.what}"
         return f"no copy between host and device while capturing, unless the host tensor is pinned and non_blocking=True: {self.what}"
 
@@ -164,9 +164,45 @@ def _sync(call: Call) -> Violation | None:
     return Violation("host-sync", call.name) if _touches_device(call) else None
 
 
+def _where(call: Call) -> Violation | None:
+    """A number of Python's is filled in on the device; a host tensor without dimensions is moved there."""
+    operands = list(tensors_in((*call.args, *call.kwargs.values())))
+    there = [call.on_device(t) for t in operands]
+    return Violation("h2d-copy", f"{call.name} with a number on the host") if any(there) and not all(there) else None
+
+
+def _device_value(position: int, name: str) -> Rule:
+    """What is read before a kernel starts: a number that lies on the device, spreads of which none may be negative."""
+
+    def rule(call: Call) -> Violation | None:
+        value = call.argument(position, name)
+        if not (isinstance(value, Tensor) and call.on_device(value)):
+            return None
+        return Violation("host-sync", f"{call.name} reads its {name}")
+
+    return rule
+
+
+def _histogram(call: Call) -> Violation | None:
+    """Without limits they are those of the values."""
+    if call.argument(2, "min", 0) != call.argument(3, "max", 0) or call.args[0].numel() == 0:
+        return None
+    return Violation("host-sync", f"{call.name} without limits") if _touches_device(call) else None
+
+
 def _data_dependent(call: Call) -> Violation | None:
     return Violation("data-dependent-shape", call.name) if _touches_device(call) else None
 
+
+_READS_WITHIN: Final = (
+    "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig", "aten::linalg_lstsq", "aten::linalg_pinv",
+    "aten::cholesky_inverse", "aten::embedding_renorm_",
+    "aten::linspace", "aten::logspace", "aten::_nested_tensor_from_mask_left_aligned", "aten::_nested_tensor_from_mask",
+)  # fmt: skip
+"""Operations that read values in their own C++ body, where no mode looks: solvers that ask whether they converged
+(BatchLinearAlgebra.cpp), a renormalisation that counts its distinct indices (cuda/Embedding.cu), ranges between
+tensors (RangeFactories.cpp), nested tensors, whose sizes are on the host (nested/NestedTensorMath.cpp). So are the rules below for
+single values (TensorCompare.cpp, Indexing.cu, DistributionTemplates.h, SummaryOps.cu)."""
 
 OPERATIONS: Final[Mapping[str, Rule]] = {
     "aten::copy_": _copy,
@@ -184,6 +220,13 @@ OPERATIONS: Final[Mapping[str, Rule]] = {
     "aten::_local_scalar_dense": _sync,
     "aten::item": _sync,
     "aten::_linalg_check_errors": _sync,
+    "aten::where": _where,
+    **dict.fromkeys(("aten::masked_fill", "aten::masked_fill_"), _device_value(2, "value")),
+    **dict.fromkeys(("aten::index_fill", "aten::index_fill_"), _device_value(3, "value")),
+    "aten::normal": _device_value(1, "std"),
+    "aten::histc": _histogram,
+    **dict.fromkeys(_READS_WITHIN, _sync),
+    "aten::linalg_matrix_exp": _data_dependent,
     "torchvision::nms": _data_dependent,
 }
 _RULES: dict[OpOverload[..., Any], Rule | None] = {}

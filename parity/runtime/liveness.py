@@ -67,7 +67,7 @@ class Trace:
 
 
 def _storage(tensor: Tensor) -> Any:
-    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+    return tensor.untyped_storage() if tensor.layout is torch.strided and not tensor.is_nested else None
 
 
 class _Ops(TorchDispatchMode):
@@ -103,15 +103,39 @@ class _Ops(TorchDispatchMode):
         return out
 
     def _writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        if not func._schema.is_mutable:
-            return
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, Tensor) and (storage := _storage(tensor)) is not None and storage._cdata in self.inputs:
-                    self.written.add(self.inputs[storage._cdata])
+        for tensor in written(func, args, kwargs):
+            if (storage := _storage(tensor)) is not None and storage._cdata in self.inputs:
+                self.written.add(self.inputs[storage._cdata])
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that an operation writes to, as its schema says."""
+    if not func._schema.is_mutable:
+        return []
+    places = [(i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in places]
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+class Guarded(TorchDispatchMode):
+    """Puts tensors back that are written to within it, through whatever alias. ``found``: by name, with their values before."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {s._cdata: (name, t) for name, t in tensors if (s := _storage(t)) is not None}
+        self.found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written(func, args, kwargs or {}):
+            storage = _storage(tensor)
+            if storage is not None and (known := self._names.get(storage._cdata)) is not None and known[0] not in self.found:
+                self.found[known[0]] = known[1], known[1].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        for tensor, before in self.found.values():
+            tensor.data.copy_(before)
 
 
 class _Calls(TorchFunctionMode):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Generator, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -35,6 +36,17 @@ def _extent(tensors: list[Tensor]) -> tuple[tuple[tuple[int, ...], ...], str]:
     """What certificates know calls by: shapes of all tensors, and the dtype of the first one in floating point."""
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
     return tuple(tuple(t.shape) for t in tensors), str(dtype).removeprefix("torch.")
+
+
+def _weakly(method: Callable[[list[Tensor]], str]) -> Callable[[list[Tensor]], str]:
+    """Asks a model that the graphs do not keep: with the last reference to it, its memory is free."""
+    found = weakref.WeakMethod(method)
+
+    def ask(tensors: list[Tensor]) -> str:
+        bound = found()
+        return bound(tensors) if bound is not None else "the model is gone"
+
+    return ask
 
 
 class _Graphs:
@@ -230,8 +242,9 @@ class CudaGraphModel:
         graphs, root = self._graphs, self.cuda_graph_root()
         with graphs.lock:
             if graphs.seam is None or graphs.root is not root:
-                graphs.seam, graphs.root = self.cuda_graph_seam.bind(root, self._gap, slower=self._slower), root
-        return graphs.seam
+                gap, slower = _weakly(self._gap), _weakly(self._slower)
+                graphs.seam, graphs.root = self.cuda_graph_seam.bind(root, gap, slower=slower), root
+            return graphs.seam
 
     def _once(self, reason: str) -> None:
         if reason not in self._graphs.logged:

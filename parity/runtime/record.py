@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parity.runtime import nodes, rng, tree
 from parity.runtime.buffers import Intake, Outlet
-from parity.runtime.capture import undone, unfit
+from parity.runtime.capture import kept_by_hooks, undone, unfit
 from parity.runtime.cudart import Cudart, Unfit
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
@@ -116,7 +116,7 @@ def cannot(leaves: list[Any], module: nn.Module | None) -> str:
 
 def retrace(region: Callable[..., Any], module: nn.Module | None, leaves: list[Any], spec: Any) -> Trace:
     """What a call reads, side effects undone, no result kept."""
-    static = Intake(leaves).leaves
+    static = _intake(leaves).leaves
     args, kwargs = tree.unflatten(static, spec)
     streams = rng.save(generators(module))
     try:
@@ -150,10 +150,12 @@ def record(
 def _record(
     region: Callable[..., Any], module: nn.Module | None, leaves: list[Any], spec: Any, pool: Pool, warmup: int, clone: bool
 ) -> Entry:
-    intake = Intake(leaves)
-    args, kwargs = tree.unflatten(intake.leaves, spec)
+    intake = _intake(leaves)
+    given: Any = None
 
     def call(*_: Any) -> Any:
+        nonlocal given
+        given = args, kwargs = tree.unflatten(intake.leaves, spec)  # each call may change the containers that it is given
         return region(*args, **kwargs)
 
     owned = generators(module)
@@ -162,7 +164,7 @@ def _record(
     stream = pool.capture_stream()
     stream.wait_stream(before)
     try:
-        with kept(module), torch.cuda.stream(stream):
+        with kept(module), torch.cuda.stream(stream), rng.resets() as resets:
             for _ in range(warmup - 1):
                 call()
             traced = trace(call, intake.leaves, module)
@@ -170,6 +172,10 @@ def _record(
     finally:
         before.wait_stream(stream)
         rng.restore(streams)
+    if not tree.alike(given, intake.leaves, spec):
+        raise CaptureRefused("input-mutation", "the region changes a container among its arguments, which a replay would not")
+    rng.refuse(resets)
+    kept_by_hooks(module, traced)
     _check(traced)
     derived = Derived(traced.reads, module) if traced.reads else None
     runtime = nodes.available()
@@ -191,6 +197,15 @@ def _record(
     if derived is not None:
         derived.settle()
     return Entry(graph, intake, outlet, pool, traced, derived, copies=copies)
+
+
+def _intake(leaves: list[Any]) -> Intake:
+    """Static inputs, those of which require gradients that do in the call: a region may ask for gradients of its own."""
+    intake = Intake(leaves)
+    for static, leaf in zip(intake.leaves, leaves, strict=True):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            static.requires_grad_()
+    return intake
 
 
 def _elsewhere(result: Any, intake: Intake) -> set[int]:
@@ -222,3 +237,8 @@ def _check(traced: Trace) -> None:
         raise CaptureRefused("host-state", f"an output is a {foreign[0].__qualname__}, whose tensors cannot be seen")
     if not any(isinstance(x, Tensor) for x in leaves):
         raise CaptureRefused("unknown", "the output holds no tensor")
+    for x in leaves:
+        if isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter):
+            raise CaptureRefused("unknown", f"an output is a {type(x).__name__}: what it holds besides its values is not copied")
+        if isinstance(x, Tensor) and x.grad_fn is not None:
+            raise CaptureRefused("unknown", "an output carries a graph for a backward, which one replay would share with the next")

@@ -14,6 +14,8 @@ _MESSAGES = (  # what CUDA and torch say, and what it means; the traced call is 
     ("offset increment outside graph capture", "rng"),
     ("registered generator", "rng"),
     ("does not know the generator", "rng"),
+    ("set_current_seed can be called during stream capture", "rng"),
+    ("cannot call cudageneratorimpl", "rng"),
     ("not permitted when stream is capturing", "host-sync"),
 )
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+from parity.runtime.errors import CaptureRefused
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,43 @@ def restore(streams: Streams) -> None:
         sys.modules["numpy"].random.set_state(streams.numpy)
     for generator, state, _ in streams.others:
         generator.set_state(state)
+
+
+_RESETS: Final = ("set_rng_state", "manual_seed", "manual_seed_all")
+
+
+@contextlib.contextmanager
+def resets() -> Iterator[list[str]]:
+    """The functions of ``torch.cuda`` by which this thread moves the current device's generator within it, other than by drawing.
+    A graph would not: torch.utils.checkpoint, say, draws anew in a replay where eager draws once more what it drew."""
+    found: list[str] = []
+    mine, generator = threading.get_ident(), _generator()
+
+    def told(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = generator.get_state()
+            function(*args, **kwargs)
+            if threading.get_ident() == mine and not torch.equal(generator.get_state(), before):
+                found.append(f"torch.cuda.{name}")
+
+        return call
+
+    originals = {name: getattr(torch.cuda, name) for name in _RESETS}
+    try:
+        for name, function in originals.items():
+            setattr(torch.cuda, name, told(name, function))
+        yield found
+    finally:
+        for name, function in originals.items():
+            setattr(torch.cuda, name, function)
+
+
+def refuse(found: list[str]) -> None:
+    """Raises CaptureRefused where a region was seen to put its generator elsewhere."""
+    if found:
+        raise CaptureRefused(
+            "rng", f"{found[0]} sets the random generator in each call, as torch.utils.checkpoint does; a replay draws on"
+        )
 
 
 def repair(streams: Streams) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.runtime import tree
-from parity.runtime.capture import HOLDERS, CaptureFailed, release_all
+from parity.runtime.capture import HOLDERS, releasing
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
@@ -125,10 +125,14 @@ class GraphRunner:
             raise CaptureRefused("unknown", reason)
         key = signature(leaves, spec, self._training())
         if key not in self._entries:
+            if len(self._entries) >= self.max_graphs:
+                raise CaptureRefused("unknown", f"more than {self.max_graphs} signatures")
             self._capture(key, leaves, spec)
 
     def info(self) -> Info:
-        self._info.captured = {str(key): entry.replays for key, entry in self._entries.items()}
+        self._info.captured = captured = {}
+        for i, (key, entry) in enumerate(self._entries.items(), 1):  # modes, strides and scalars are not in the words of a key
+            captured[f"{key} ({i})" if str(key) in captured else str(key)] = entry.replays
         return self._info
 
     def entries(self) -> list[Entry]:
@@ -216,11 +220,8 @@ class GraphRunner:
         return count
 
     def _capture(self, key: Signature, leaves: list[Any], spec: Any) -> Entry:
-        try:
+        with releasing():
             return self._capture_locked(key, leaves, spec)
-        except CaptureFailed:
-            release_all()
-            raise
 
     def _capture_locked(self, key: Signature, leaves: list[Any], spec: Any) -> Entry:
         with self._lock, torch.cuda.device(next((x.device for x in leaves if isinstance(x, Tensor) and on_device(x)), None)):

@@ -51,6 +51,7 @@ def _precision() -> tuple[Callable[[], Hashable], ...]:
 _matmul, _conv, _rnn = _precision()
 _fp16_reduction = _switch("_get_cublas_allow_fp16_reduced_precision_reduction")
 _bf16_reduction = _switch("_get_cublas_allow_bf16_reduced_precision_reduction")
+_fp16_accumulation = _switch("_get_cublas_allow_fp16_accumulation")
 _cudnn = _switch("_get_cudnn_enabled")
 _benchmark = _switch("_get_cudnn_benchmark")
 _cudnn_deterministic = _switch("_get_cudnn_deterministic")
@@ -83,6 +84,7 @@ def _rest() -> tuple[Hashable, ...]:
         _matmul(),
         _conv(),
         _rnn(),
+        _fp16_accumulation(),
         _cudnn(),
         _benchmark(),
         _cudnn_deterministic(),
@@ -110,6 +112,10 @@ def quick(leaves: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Hashable, ..
         if kind is Tensor:
             if leaf.layout is not _STRIDED:
                 return None
+            try:
+                shift = leaf.data_ptr() & 15
+            except RuntimeError:  # torch.func maps or differentiates it
+                return None
             key.append(
                 (
                     leaf.shape,
@@ -117,7 +123,7 @@ def quick(leaves: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Hashable, ..
                     leaf.dtype,
                     leaf.device,
                     leaf.requires_grad,
-                    leaf.data_ptr() & 15,
+                    shift,
                     leaf.is_conj() or leaf.is_neg(),
                 )
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,17 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else same_bits(a, b)
 
 
+def _versions(leaves: list[Any]) -> list[int]:
+    return [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in leaves]
+
+
 class Step:
     """One replayed forward, and whatever backward comes of it."""
 
     def __init__(self, owner: TrainGraphs, recording: Recording, key: Signature, args: Any, kwargs: Any, leaves: list[Any]) -> None:
         self.owner, self.recording, self.key = owner, recording, key
         self.args, self.kwargs, self.leaves = args, kwargs, leaves
-        self.versions = [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in leaves]
+        self.versions = _versions(leaves)
         self.epoch = owner._epoch
         self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
         self.done = False
@@ -85,12 +90,19 @@ class Step:
                 torch._foreach_copy_(r.before, r.buffers)
             r.serial += 1
             self.serial = r.serial
+            if r.last is not None and (before := r.last()) is not None:
+                before.forget()
+            r.last = weakref.ref(self)
             r.intake.fill(self.leaves)
             r.forward.replay()
             made: list[Tensor] = r.outlet.hand_out([])
             return made
         finally:
             r.pool.end()
+
+    def forget(self) -> None:
+        """It cannot be redone any more, and whoever keeps its loss shall not keep its batch."""
+        self.args, self.kwargs, self.leaves = (), {}, []
 
     def undo(self) -> None:
         """As before the forward."""
@@ -171,8 +183,7 @@ class Step:
         r = self.recording
         if self.epoch != self.owner._epoch:
             raise StaleGraph(f"{self.owner.name}: a backward has to run eagerly, and its forward was before invalidate() or a release")
-        now = [x._version if isinstance(x, Tensor) and not x.is_inference() else 0 for x in self.leaves]
-        if self.serial != r.serial or now != self.versions:
+        if self.serial != r.serial or _versions(self.leaves) != self.versions:
             raise StaleGraph(
                 f"{self.owner.name}: a backward has to run eagerly (the second one through a forward, or one in another layout), but a "
                 "later forward has overwritten the state it started from, or an input was modified"

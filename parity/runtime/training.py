@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from parity.runtime import tree
 from parity.runtime.backward import Recording, reads, record_step
-from parity.runtime.capture import HOLDERS, CaptureFailed, release_all, unfit
+from parity.runtime.capture import HOLDERS, releasing, unfit
 from parity.runtime.engine import on_device
 from parity.runtime.errors import ParityError
 from parity.runtime.gradients import ODD, Layout
@@ -181,6 +181,8 @@ class TrainGraphs:
                 return result
             if recording is None:
                 return self._run_eager(key, args, kwargs, leaves, why)
+            if recording.hooked():
+                return self._run_eager(key, args, kwargs, leaves, "a parameter that gets no gradient has a hook")
             return self._replay(Step(self, recording, key, args, kwargs, leaves))
 
     def _flags(self) -> Any:
@@ -195,7 +197,7 @@ class TrainGraphs:
         if self._wrong[key] >= _GUESSES or self._renewed[key] > 1:
             return None, "its gradients, or tensors that it reads, change from step to step"
         if layouts is None or ODD in layouts:
-            return None, "no backward of its signature was seen yet, or none with plain gradients"
+            return None, "no backward of its signature was seen yet, or only one inside autocast or with gradients that are not plain"
         found = self._recordings.get((key, layouts))
         if found is None:
             if self._counts[key, layouts] < self.threshold:
@@ -212,10 +214,9 @@ class TrainGraphs:
         try:
             if self._pool is None:
                 self._pool = Pool()
-            made = record_step(self.network, leaves, spec, layouts, self._pool, cloning=self._cloning)
+            with releasing():
+                made = record_step(self.network, leaves, spec, layouts, self._pool, cloning=self._cloning)
         except Exception as error:
-            if isinstance(error, CaptureFailed):
-                release_all()
             said = str(error) if isinstance(error, ParityError) else f"{type(error).__name__}: {error}"
             self._fail(f"it cannot be captured: {said}", error)
             return None, "refused"

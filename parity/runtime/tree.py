@@ -30,17 +30,22 @@ PLAIN = (
 def _register(kind: type) -> None:
     names = [f.name for f in dataclasses.fields(kind)]
 
-    def flatten(value: Any) -> tuple[list[Any], Any]:
-        return [getattr(value, n) for n in names], None
+    def held(value: Any) -> list[str]:  # with what is no field, as __post_init__ may set it
+        return [*names, *(n for n in getattr(value, "__dict__", ()) if n not in names)]
 
-    def unflatten(values: Any, _: Any) -> Any:
+    def flatten(value: Any) -> tuple[list[Any], Any]:
+        every = held(value)
+        return [getattr(value, n) for n in every], every
+
+    def unflatten(values: Any, every: Any) -> Any:
         new: Any = object.__new__(kind)
-        for name, value in zip(names, values, strict=True):
+        for name, value in zip(every, values, strict=True):
             object.__setattr__(new, name, value)
         return new
 
     def with_keys(value: Any) -> tuple[list[Any], Any]:
-        return [(pytree.GetAttrKey(n), getattr(value, n)) for n in names], None
+        every = held(value)
+        return [(pytree.GetAttrKey(n), getattr(value, n)) for n in every], every
 
     pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
@@ -63,6 +68,12 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     return pytree.tree_unflatten(leaves, spec)
+
+
+def alike(value: Any, leaves: list[Any], spec: pytree.TreeSpec) -> bool:
+    """Whether a value still is of these very leaves."""
+    found, shape = flatten(value)
+    return shape == spec and all(a is b for a, b in zip(found, leaves, strict=True))
 
 
 def _word(key: Any) -> str:

@@ -19,12 +19,12 @@ _SEED = 20_011
 def second_probe(leaves: list[Any]) -> list[Any]:
     """Other values in the same range: floating point drawn uniformly between minimum and maximum (0 and 1 where those are one or not
     finite), everything else reversed, which keeps indices legal."""
-    return [_other(x) if isinstance(x, Tensor) else x for x in leaves]
+    return [_other(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
 
 
 def _other(tensor: Tensor) -> Tensor:
     if tensor.numel() == 0:
-        return tensor
+        return tensor.detach()
     if not tensor.dtype.is_floating_point:
         return torch.empty_like(tensor).copy_(tensor.reshape(-1).flip(0).reshape(tensor.shape))
     low, high = float(tensor.min()), float(tensor.max())
@@ -45,7 +45,8 @@ def differs(entry: Entry, region: Callable[..., Any], module: nn.Module | None, 
         for name, values in (("this input", leaves), ("a second probe", second_probe(leaves)), ("this input again", leaves)):
 
             def eager(values: list[Any] = values) -> Any:
-                args, kwargs = tree.unflatten([x.clone() if isinstance(x, Tensor) else x for x in values], spec)
+                fresh = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values]
+                args, kwargs = tree.unflatten(fresh, spec)
                 return region(*args, **kwargs)
 
             def graphed(values: list[Any] = values) -> Any:

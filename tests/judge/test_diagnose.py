@@ -7,6 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,27 @@ class _Late(nn.Module):
         return x.flip(0) if self.calls >= 5 else x.neg()
 
 
+class _Longer(nn.Module):
+    """Goes on for one operation more at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds = np.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rounds += 1
+        for _ in range(int(self.rounds[0])):
+            x = x.sin()
+        return x
+
+
+class _Strays(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            y = x.exp()
+        return y + 1
+
+
 class _Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +141,21 @@ def test_the_attribute_that_moved_is_named() -> None:
     seen = found(_Counts)
     assert seen.cause == "python-counter"
     assert "attribute state['steps'][0] went from 3 to 4" in seen.detail
+
+
+def test_a_call_that_goes_on_is_told_where_it_does() -> None:
+    seen = found(_Longer)
+    assert seen.cause == "python-counter"
+    assert "x.sin()" in seen.where
+    assert "one call ends where another goes on with aten::sin" in seen.detail
+    assert "attribute rounds went from array([3.]) to array([4.])" in seen.detail
+
+
+def test_work_that_no_capture_would_hold_is_told_before_what_it_leaves_behind() -> None:
+    seen = found(_Strays)
+    assert seen.cause == "side-stream"
+    assert "x.exp()" in seen.where
+    assert "never joined the capture" in seen.detail
 
 
 def test_a_change_that_comes_late_is_found() -> None:

@@ -66,6 +66,12 @@ class Forgets(nn.Module):
         return x.tanh()
 
 
+class Seeds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return x + torch.rand_like(x)
+
+
 class Joins(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         side, event = torch.cuda.Stream(), torch.cuda.Event()
@@ -117,9 +123,10 @@ def test_streams_that_a_capture_would_lose(waits: bool, words: str, certifies: b
     [
         (Reads(), ["host-sync"]),
         (Chooses(), ["data-dependent-shape"]),
+        (Seeds(), ["rng"]),
         (nn.Sequential(Reads(), Chooses()), ["host-sync", "data-dependent-shape"]),
     ],
-    ids=["reads", "chooses", "both"],
+    ids=["reads", "chooses", "seeds", "both"],
 )
 def test_the_passive_look_of_a_device_tells_the_same(module: nn.Module, causes: list[str]) -> None:
     seen = looked(module, certifies=True)

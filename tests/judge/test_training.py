@@ -14,6 +14,7 @@ from families.controls import training_natives as natives
 from families.controls.training_models import WIDTH, Drops, Net, NoisyLater, OtherKernel, SharedHead, _noise, _Planted
 from parity.judge import training
 from parity.judge.outcome import TRAINING_CHECKS
+from parity.judge.train import journey
 from parity.judge.train.sides import ArmSide, EagerSide
 from parity.rows.family import Subject
 from parity.rows.row import Settings
@@ -459,7 +460,7 @@ def test_a_context_is_around_both_arms() -> None:
     assert outcome_of(of(Net, context=context), "bare").training["class"] == "exact"
     ours = verdict(outcome_of(of(Net, context=context)))  # its backward would run inside the autocast, which it never replays
     assert (ours.verdict, ours.cause) == ("not_graphed", "host-state")
-    assert "or none with plain gradients" in ours.detail
+    assert "or only one inside autocast" in ours.detail
     refused = verdict(outcome_of(of(Net, context=lambda device: torch.autocast("cuda", dtype=torch.bfloat16)), "bare"))
     assert (refused.verdict, refused.cause) == ("uncapturable", "autocast-cache")
 
@@ -492,3 +493,170 @@ def test_graphs_of_earlier_conditions_are_let_go(monkeypatch: pytest.MonkeyPatch
     assert outcome_of(of(OtherKernel)).training["class"] == "float_rounding"
     assert len({settings for settings, _ in held}) > 1
     assert {graphs for _, graphs in held} == {2}
+
+
+# ---------------------------------------------------------------- what an outsider's model does
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.LazyLinear(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mix(x)
+        return out
+
+
+def test_a_lazy_parameter_is_named() -> None:
+    outcome = outcome_of(of(Lazy))
+    assert outcome.status == "broken"
+    assert "mix.weight has no shape yet, so that nothing can be compared: let build() call the lazy module once" in outcome.message
+
+
+def penalty(forward: Callable[..., Any], x: Any, y: Any) -> Any:
+    x = x.requires_grad_()
+    out = forward(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return out.square().mean() + slope.square().mean()
+
+
+def test_a_loss_that_differentiates_is_judged_where_its_difference_is_looked_into() -> None:
+    outcome = outcome_of(of(Net, penalty), "bare")
+    assert outcome.status == "judged"
+    assert verdict(outcome).verdict == "wrong"
+
+
+class ReplacesABuffer(Net):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        self.mean = self.mean * 0.9 + out.detach().mean(0) * 0.1
+        return out - self.mean
+
+
+def test_what_is_read_after_it_died_is_told_with_its_line_and_holder() -> None:
+    found = verdict(outcome_of(of(ReplacesABuffer), "bare"))
+    assert (found.verdict, found.cause) == ("wrong", "stale-address")
+    assert "self.mean = self.mean * 0.9" in found.where
+    assert "held as mean" in found.detail
+
+
+def test_a_run_that_starts_over_each_time_says_why() -> None:
+    found = verdict(outcome_of(of(ReplacesABuffer)))
+    assert found.verdict == "not_graphed"
+    assert "it starts over time and again: a parameter or buffer moved, was replaced" in found.detail
+
+
+def test_a_counter_has_its_line() -> None:
+    assert "return out * self.calls" in verdict(outcome_of(of(CountsSteps), "bare")).where
+
+
+class Teacher(Net):
+    """Follows the student within its forward, in frozen parameters, which no warm-up puts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 4).requires_grad_(False)
+        self.student = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.25)
+        out: Tensor = super().forward(x)
+        return out + self.student(x) - self.teacher(x)
+
+
+def test_a_parameter_that_the_forward_writes_to_is_named() -> None:
+    found = verdict(outcome_of(of(Teacher), "bare"))
+    assert (found.verdict, found.cause) == ("wrong", "buffer-drift")
+    assert "a forward writes to parameter teacher.weight in place, so that a warm-up moves it, too" in found.detail
+
+
+class OwnLoss(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def handed_out(forward: Callable[..., Any], x: Any, y: Any) -> Any:
+    return forward(x)
+
+
+def test_a_loss_in_the_graphs_own_memory_is_aliased() -> None:
+    found = verdict(outcome_of(of(OwnLoss, handed_out), "bare"))
+    assert (found.verdict, found.cause, found.check) == ("wrong", "output-aliasing", "trajectory")
+    assert "a loss that was handed out is overwritten by a later replay" in found.detail
+    assert outcome_of(of(OwnLoss, handed_out)).training["class"] == "exact"
+
+
+def of_two_shapes(settings: Settings, probe: str, seed: int) -> tuple[Any, ...]:
+    x, y = draw(settings, probe, seed)
+    return (x, y) if probe == "A" else (x[1:], y[1:])
+
+
+def test_bare_says_that_it_keeps_one_shape() -> None:
+    found = verdict(outcome_of(of(Net, draw=of_two_shapes), "bare"))
+    assert found.verdict == "not_graphed"
+    assert "a batch of another shape or layout than the captured one runs eagerly in this arm" in found.detail
+    assert outcome_of(of(Net, draw=of_two_shapes)).training["class"] == "exact"
+
+
+class AsksForGradients(Net):
+    """Within its forward, of a tensor of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out: Tensor = super().forward(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.mean()
+
+
+def test_a_refusal_of_our_own_is_told_once() -> None:
+    found = verdict(outcome_of(of(AsksForGradients)))
+    assert (found.verdict, found.cause) == ("uncapturable", "unknown")
+    assert found.detail.startswith("a (6, 6) leaf gets a gradient")
+    assert "CaptureRefused" not in found.detail
+
+
+class Tires(natives.Manager):
+    """Replays for as long as single steps are judged: one run in which it is captured, three that count."""
+
+    def __call__(self, x: Tensor) -> Any:
+        if self.calls >= 8:
+            return self.network(x)
+        return super().__call__(x)
+
+
+def test_a_trajectory_without_a_replay_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = outcome_of(of(Net, native=Tires), "native")
+    found = verdict(outcome)
+    assert (found.verdict, found.check) == ("not_graphed", "capture")
+    assert "none of 8 steps in a row was replayed" in found.detail
+    assert outcome.training["class"] == ""
+    monkeypatch.setattr(journey, "idle", lambda end: False)
+    assert verdict(outcome_of(of(Net, native=Tires), "native")).safe
+
+
+class Grows(Net):
+    """Bounded for a step, and not for several."""
+
+    factor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.factor.mul_(2.0**20)
+        out: Tensor = super().forward(x)
+        return out * self.factor
+
+
+def test_a_loss_that_overflows_on_the_way_is_noted() -> None:
+    outcome = outcome_of(of(Grows, lambda forward, x, y: forward(x).mean()))
+    assert outcome.training["class"] == "exact"
+    assert outcome.training["trajectory"]["finite"] is False
+    assert "over several steps the loss stops being finite: equal bits say little from there on" in outcome.notes

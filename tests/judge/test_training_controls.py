@@ -102,6 +102,7 @@ def trust_the_arm(patch: pytest.MonkeyPatch) -> None:
         return run(self)
 
     patch.setattr(ArmSide, "run", counted)
+    patch.setattr("parity.judge.train.journey.idle", lambda end: False)
 
 
 def without(*parts: str) -> Callable[[pytest.MonkeyPatch], None]:

@@ -98,6 +98,11 @@ def test_a_line_that_is_not_ours_is_an_error(tmp_path, change, told):
         read_bench(path)
     assert f"x.jsonl:2: {told}" in str(caught.value)
     assert "measure again" in str(caught.value)
+    path.write_bytes(f"{whole}\n".encode() + b"\xff\n")
+    with pytest.raises(RecordError, match=r"x\.jsonl:2: .*take the line out"):
+        read_bench(path)
+    with pytest.raises(RecordError, match="cannot be read"):
+        read_bench(tmp_path)
     path.write_text(f"{whole}\nnot json\n")
     with pytest.raises(RecordError, match=r"x\.jsonl:2: "):
         write_bench(path, [_measured("yolox")])

@@ -81,7 +81,9 @@ TRAINING = st.builds(
     st.lists(NAMES, min_size=1, max_size=3, unique=True),
     st.sampled_from(("", *CAUSES)),
     st.tuples(st.integers(0, 999), st.integers(0, 999)),
-    st.fixed_dictionaries(dict.fromkeys(("ops", "tried", "quorum", "trajectory", "p_value", "worst", "max_ulp"), JSON)),
+    st.fixed_dictionaries(
+        {"ops": st.lists(NAMES)} | dict.fromkeys(("tried", "quorum", "trajectory", "p_value", "worst", "max_ulp"), JSON)
+    ),
 )
 
 
@@ -328,6 +330,18 @@ LINES = {
     "edited cause": (json.dumps(record("bare", WRONG) | {"cause": "rng"}), r"cause 'rng' where the checks give"),
     "check without a name": (_edited(checks=[{"status": "passed"}]), r"not an outcome"),
     "check with an odd status": (_edited(checks=[{"name": "replay", "status": "fine"}]), r"the status 'fine'"),
+    "check with a name that is none": (_edited(checks=[{"name": ["replay"], "status": "passed"}]), r"a check's name is"),
+    "check with figures that are none": (
+        _edited(checks=[{"name": "replay", "status": "passed", "figures": 3}]),
+        r"a check's figures is '3'",
+    ),
+    "leaves without names": (_edited(leaves=[["y"]]), r"leaves holds what is no text"),
+    "an environment of numbers": (
+        _edited(environment=record()["environment"] | {"arch": 9.0}),
+        r"environment holds what is no text: .*9\.0",
+    ),
+    "a declaration without a reason": (_edited(expected="wrong"), r"an expected 'wrong' needs a reason"),
+    "ops that are none": (_changed(both={"ops": 3}), r"ops holds what is no text: 3"),
     "proves nothing": (_edited(checks=[]), r"this record proves nothing"),
     "a class in inference": (_edited(**{"class": "exact"}), r"a row of mode inference has no class"),
     "training without a class": (_changed(without="class"), r"a row of mode training lacks class"),

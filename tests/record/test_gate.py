@@ -6,7 +6,7 @@ import pytest
 
 from parity.record.allowlist import build_allowlist
 from parity.record.gate import KINDS, Finding, exit_code, gate, render
-from parity.record.line import rerun
+from parity.record.line import is_expected, rerun
 from parity.rows.family import Expect
 from parity.runtime.allowlist import Allowlist
 
@@ -101,6 +101,13 @@ def test_an_unavailable_row_counts_as_missing():
     assert "no wheel" in found.message
 
 
+def test_a_row_that_is_declared_unavailable_is_no_finding():
+    gone = family("gone", unavailable="its weights need the network")
+    lacking = record(of=gone, status="unavailable", message=gone.unavailable)
+    assert (lacking["expected"], is_expected(lacking)) == ("unavailable", True)
+    assert _gate([*BASE, lacking]) == []
+
+
 def test_zero_captures():
     records = [*BASE, record("native", of=X, captures=0)]
     assert "0 captures and 6 replays" in _alone(_gate(records), "zero captures").message
@@ -140,6 +147,11 @@ def test_an_outdated_certificate():
 def test_a_certificate_without_rows_is_found_only_in_a_complete_run():
     assert _gate(BASE[:1]) == []
     assert "no row of it is declared" in _alone(_gate(BASE[:1], complete=True), "missing row").message
+
+
+def test_a_certificate_whose_declared_row_lacks_evidence_is_told_of_once():
+    found = _alone(_gate(BASE[:1], rows=[row_of(entry) for entry in BASE], complete=True), "missing row")
+    assert found.message == "no evidence on this environment"
 
 
 def test_a_control_that_survives_voids_the_run():

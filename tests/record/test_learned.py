@@ -96,6 +96,13 @@ def test_a_safe_row_has_none() -> None:
         validate(entry | {"explanation": refused()["explanation"]})
 
 
+def test_a_row_that_was_not_judged_says_why_and_nothing_else() -> None:
+    lacks = Outcome(f"{MODELS}/bare", "unavailable", message="libreyolo is not installed: pip install libreyolo")
+    told = explanation(lacks.row, "emulated", [lacks], Outcome(f"{MODELS}/eager", "unavailable", message=lacks.message), {"bare": None})
+    assert render(told).splitlines() == [f"{lacks.row}: unavailable, on the emulated engine", lacks.message]
+    assert told["advice"] == ""
+
+
 def test_a_record_tells_what_the_command_tells() -> None:
     bare, native = refused(), refused("native")
     expect = {arm: PPYOLOE.expected[arm][0] for arm in ("bare", "native")}

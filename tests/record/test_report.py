@@ -124,9 +124,28 @@ def test_a_line_has_both_arms_with_class_count_cause_and_proof():
     }  # fmt: skip
 
 
-def test_many_ops_are_cut_short():
-    (line,) = _of([[trained(says=told("eager_noise", "a", cause="c", ops=list("vwxyz")))]])
-    assert line["graphed: cause"] == "c: v, w, x and 2 more"
+def test_an_op_is_named_once_with_its_first_place_and_many_are_cut_short():
+    noise = "nondeterministic-kernel"
+    places = [f"grid_sample in layers.{i} at zoo/deform.py:180 value = F.grid_sample(" for i in range(9)]
+    (line,) = _of([[trained(says=told("eager_noise", "a", cause=noise, ops=[*places, "index_add at zoo/nn.py:3 x.index_add("]))]])
+    assert line["graphed: cause"] == (
+        f"{noise}: grid_sample in layers.0 at zoo/deform.py:180 and 8 more places; index_add at zoo/nn.py:3"
+    )
+    (line,) = _of([[trained(says=told("eager_noise", "a", cause=noise, ops=list("vwxyz")))]])
+    assert line["graphed: cause"] == f"{noise}: v; w; x; 2 more operations"
+
+
+def test_ops_are_told_of_noise_alone():
+    wrong = trained(checks=one_failed("trajectory", "stale-constant"), says=told("", cause="nondeterministic-kernel", ops=["gather"]))
+    (line,) = _of([[wrong]])
+    assert line["graphed: cause"] == "stale-constant"
+
+
+def test_a_proof_that_was_not_minimised_says_so():
+    (line,) = _of(
+        [[trained(says=told("eager_noise", "a", "b", minimal=False)), trained("native", told("eager_noise", "a", minimal=True))]]
+    )
+    assert (line["graphed: proved by"], line["native: proved by"]) == ("a, b (fewer may do)", "a")
 
 
 def test_an_arm_that_nobody_ran_has_no_column_and_one_that_one_row_lacks_is_blank():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity.rows.case import EXAMPLE, CaseError, case_family, declared
+from parity.rows.case import EXAMPLE, TRAINING_EXAMPLE, CaseError, case_family, declared
 from parity.rows.discovery import DiscoveryError, Selection, discover
 from parity.rows.family import Family
 from parity.rows.row import Settings
@@ -182,6 +182,17 @@ def test_the_example_is_right(tmp_path: Path) -> None:
     assert family.probes is not None
     a, b = family.probes("cpu")
     assert a[0].shape == b[0].shape == (1, 8)
+
+
+def test_the_example_of_training_is_right(tmp_path: Path) -> None:
+    module = "import torch\nclass MyModule(torch.nn.Linear):\n    def __init__(self): super().__init__(8, 2)\n"
+    text = module + textwrap.dedent(TRAINING_EXAMPLE)
+    family = case_family(write(tmp_path, text))
+    assert family.mode == "training"
+    with pytest.raises(CaseError) as caught:
+        case_family(write(tmp_path, text.replace("def loss", "def lost")))
+    assert "needs loss" in str(caught.value)
+    assert str(caught.value).endswith(TRAINING_EXAMPLE)
 
 
 @pytest.mark.parametrize("content", [b"def build(:", b"\xff\xfe\x00", b"a\x00b"])

@@ -74,7 +74,12 @@ def test_a_package_may_import_its_own_parts(zoos: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "error"),
-    [("1 / 0", "ZeroDivisionError: division by zero"), ("import no_such", "ModuleNotFoundError"), ("x = (", "SyntaxError")],
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import no_such", "ModuleNotFoundError"),
+        ("x = (", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
 )
 def test_a_broken_file_is_named_with_its_error(zoos: Path, text: str, error: str) -> None:
     write(zoos / "fine.py", "a")
@@ -207,18 +212,33 @@ def test_unknown_names_list_near_ones(catalogue: Catalogue, selection: Selection
 
 
 @pytest.mark.parametrize(
-    "selection",
+    ("selection", "told"),
     [
-        Selection(("two",), ("yolox",)),
-        Selection(size="320"),
-        Selection(modes=("training",)),
-        Selection(("two",), arms=("native",)),
-        Selection(boundary="neck"),
+        (Selection(("two",), ("yolox",)), "--zoo two --family yolox --size recommended; --zoo could be one, or --family could be ec;"),
+        (Selection(size="320"), "--size 320; --size could be 64, 640;"),
+        (Selection(modes=("training",)), "--mode training --size recommended; --mode could be inference;"),
+        (Selection(("two",), arms=("native",)), "--zoo two --arm native --size recommended; "),
+        (Selection(boundary="neck"), "--size recommended --boundary neck; --boundary could be '', whole;"),
+        (
+            Selection(("two",), ("yolox",), modes=("training",)),
+            "--zoo two --family yolox --mode training --size recommended; name fewer",
+        ),
     ],
 )
-def test_an_empty_selection_is_an_error(catalogue: Catalogue, selection: Selection) -> None:
-    with pytest.raises(DiscoveryError, match=r"no row answers to .*name fewer conditions, or see `parity list`"):
+def test_an_empty_selection_is_an_error_that_names_what_stands_in_the_way(
+    catalogue: Catalogue, selection: Selection, told: str
+) -> None:
+    with pytest.raises(DiscoveryError) as caught:
         catalogue.select(selection)
+    assert str(caught.value).startswith(f"no row answers to {told}")
+    assert str(caught.value).endswith("; see `parity list`")
+
+
+def test_of_many_that_would_answer_the_first_are_named() -> None:
+    families = tuple(Family("wide", f"f{n}", task, _never, _never) for n, task in enumerate("aaaaaaaaaab"))
+    wide = Zoo("wide", "json", "", families, _never, _never)
+    with pytest.raises(DiscoveryError, match=r"--family could be f0, f1, f2, f3, f4, f5, f6, f7 and 2 more, or --task could be b;"):
+        Catalogue((wide,), ()).select(Selection(families=("f10",), tasks=("a",)))
 
 
 def test_the_family_of_a_row(catalogue: Catalogue) -> None:

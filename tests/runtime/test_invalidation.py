@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from parity.runtime import GraphRunner
 from parity.runtime.emulated import device
-from parity.runtime.invalidation import CLOCK, Watch, scope
+from parity.runtime.invalidation import CLOCK, LOCAL, Watch, scope
 from parity.runtime.state import same_bits
 
 
@@ -529,3 +530,75 @@ def test_what_torchscript_keeps_modules_in_is_looked_into() -> None:
     watch = Watch(root)
     root[0].weight.data = torch.zeros(4, 4)
     assert watch.look() == "a parameter or buffer moved, was replaced or changed its type or shape"
+
+
+def test_a_scope_that_another_thread_closes_is_closed() -> None:
+    """As a server may do that reads a generator from a pool of threads."""
+
+    def steps() -> Iterator[None]:
+        with scope(3):
+            yield
+
+    suspended = steps()
+    next(suspended)
+    assert (LOCAL.visit > 0, LOCAL.after) == (True, 3)
+    thread = threading.Thread(target=suspended.close)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+    assert (LOCAL.visit, LOCAL.after) == (0, 1)
+
+
+class Wrapped(Tensor):
+    """As a quantized weight: what it holds lies elsewhere."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(held: dict[str, Tensor], *_: Any) -> Any:
+        return Wrapped(held["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        return Wrapped(args[0].inner)
+
+
+def test_what_a_wrapper_holds_is_looked_at() -> None:
+    module = nn.Linear(3, 3)
+    module.weight = nn.Parameter(Wrapped(torch.ones(3, 3)), requires_grad=False)
+    watch = Watch(module)
+    assert watch.look() == ""
+    kept = module.weight
+    module.weight = nn.Parameter(Wrapped(torch.ones(3, 3)), requires_grad=False)
+    assert watch.look() != ""
+    assert watch.look() == ""
+    module.weight.inner = torch.ones(3, 3)  # type: ignore[attr-defined]
+    assert watch.look() != ""
+    assert kept.inner is not None  # alive, so that its address is its own
+
+
+class Negated(Tensor):
+    """Another computation on the same memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            return -out if func is nn.functional.linear else out
+
+
+def test_another_type_on_the_same_memory_is_noticed() -> None:
+    model, x = square(), torch.ones(2, 4, device="cuda")
+    runner = GraphRunner(model)
+    runner(x)
+    model._parameters["weight"] = model.weight.data.as_subclass(Negated)  # type: ignore[assignment]
+    assert same_bits(runner(x).as_subclass(Tensor), model(x).as_subclass(Tensor))

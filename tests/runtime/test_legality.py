@@ -14,8 +14,8 @@ from parity.runtime.legality import CALLS, OPERATIONS, WRONG_STREAM, Violation, 
 
 aten = torch.ops.aten
 X, Y, HOST = torch.ones(4, 3), torch.ones(4, 3), torch.ones(4, 3)
-ROWS, MASK = torch.tensor([0, 1]), X > 0
-DEVICE = {id(t) for t in (X, Y, ROWS, MASK)}
+ROWS, MASK, NUMBER = torch.tensor([0, 1]), X > 0, torch.tensor(1.0)
+DEVICE = {id(t) for t in (X, Y, ROWS, MASK, NUMBER)}
 
 
 def on_device(tensor: Tensor) -> bool:
@@ -57,6 +57,23 @@ def cause(func: Any, *args: Any, pinned: bool = False, **kwargs: Any) -> str | N
         (aten.lift_fresh.default, (HOST,), None),
         (aten.add.Tensor, (X, Y), None),
         (aten._linalg_check_errors.default, (ROWS, "solve"), "host-sync"),
+        (aten.where.self, (MASK, X, torch.tensor(0.0)), "h2d-copy"),
+        (aten.where.self, (HOST > 0, HOST, torch.tensor(0.0)), None),
+        (aten.masked_fill.Tensor, (X, MASK, NUMBER), "host-sync"),
+        (aten.masked_fill_.Tensor, (X, MASK, torch.tensor(0.0)), None),
+        (aten.masked_fill.Scalar, (X, MASK, 0.0), None),
+        (aten.index_fill.int_Tensor, (X, 0, ROWS, NUMBER), "host-sync"),
+        (aten.index_fill.int_Scalar, (X, 0, ROWS, 1.0), None),
+        (aten.normal.Tensor_Tensor, (X, Y), "host-sync"),
+        (aten.normal.float_Tensor, (0.0, Y), "host-sync"),
+        (aten.normal.Tensor_float, (X, 1.0), None),
+        (aten.histc.default, (X, 5), "host-sync"),
+        (aten.histc.default, (X, 5, 0, 1), None),
+        (aten.histc.default, (HOST, 5), None),
+        (aten._linalg_eigh.default, (X,), "host-sync"),
+        (aten.linalg_matrix_exp.default, (X,), "data-dependent-shape"),
+        (aten.linspace.Tensor_Tensor, (NUMBER, NUMBER, 5), "host-sync"),
+        (aten.linspace.default, (0, 1, 5), None),
     ],
 )
 def test_operations(func: Any, args: tuple[Any, ...], expected: str | None) -> None:
@@ -111,7 +128,9 @@ def test_calls(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], expecte
 def test_what_torch_itself_refuses_does_not_invalidate_a_capture() -> None:
     assert not Violation("h2d-copy", "x").invalidates
     assert not Violation("d2h-copy", "x").invalidates
+    assert not Violation("rng", "x").invalidates
     assert Violation("host-sync", "x").invalidates
+    assert str(Violation("rng", "a seed")) == "not permitted while a stream is capturing: a seed"
     assert str(Violation("host-sync", "aten::item")) == "not permitted while a stream is capturing: aten::item"
     assert "pinned" in str(Violation("h2d-copy", "Tensor.to"))
 

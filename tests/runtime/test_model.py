@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -232,6 +234,21 @@ def test_release_copy_and_pickle() -> None:
         zoo.invalidate_graphs("told")
         assert piece(zoo)["dropped"] == {"released": 1, "told": 1}
     assert pickle.loads(pickle.dumps(Zoo())).graph_info()["pieces"] == {}
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_model_that_is_let_go_of_is_free_at_once() -> None:
+    with device():
+        zoo = Zoo().to("cuda")
+        zoo.predict(image(), True)
+        network = weakref.ref(zoo.model)
+        gc.collect()
+        gc.disable()
+        try:
+            del zoo
+            assert network() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.usefixtures("listed")

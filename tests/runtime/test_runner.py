@@ -282,6 +282,108 @@ def test_a_runner_inside_anothers_region_is_part_of_it() -> None:
     assert inner.info().eager == {"the current stream is being captured by somebody else": 1}
 
 
+def test_a_region_may_ask_for_gradients_of_its_own() -> None:
+    def forces(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return torch.autograd.grad((x * x).sum(), x)[0]
+
+    runner = GraphRunner(forces, gap=lambda tensors: "it was never tried")
+    for _ in range(3):
+        x = inputs(3).requires_grad_()
+        assert agree(runner(x), forces(x))
+    assert runner.info().replays == 3
+
+
+def test_two_captures_of_one_shape_are_told_apart() -> None:
+    runner, x = GraphRunner(net()), inputs(2, 4)
+    runner(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        runner(x)
+        runner(x)
+    assert runner.info().captured == {"[2, 4] float32": 1, "[2, 4] float32 (2)": 2}
+
+
+def test_no_more_graphs_than_allowed_ahead_of_use() -> None:
+    runner = GraphRunner(net(), max_graphs=1)
+    runner.capture(inputs(1, 4))
+    runner.capture(inputs(1, 4))
+    with pytest.raises(CaptureRefused, match="more than 1 signatures"):
+        runner.capture(inputs(2, 4))
+
+
+def test_what_torch_func_maps_runs_eager() -> None:
+    model, x = net(), inputs(3, 2, 4)
+    runner = GraphRunner(model)
+    runner(x[0])
+    assert agree(torch.func.vmap(runner)(x), torch.func.vmap(model)(x))
+    assert runner.info().eager.total() == 1
+
+
+class Named(Tensor):
+    note = ""
+
+
+def _named(x: Tensor) -> Tensor:
+    y = (x + 1).as_subclass(Named)
+    y.note = "kept"
+    return y
+
+
+def _appends(x: Tensor, *lists: list[Tensor]) -> Tensor:
+    lists[0].append(x * 2)
+    return x + 1
+
+
+def test_a_container_that_is_changed_is_not_captured() -> None:
+    runner = GraphRunner(_appends)
+    for _ in range(3):
+        features: list[Tensor] = []
+        x = inputs(3)
+        assert agree(runner(x, features), x + 1)
+        assert agree(features, [x * 2])
+    assert [r.cause for r in runner.refusals()] == ["input-mutation"]
+
+    def takes(x: Tensor, options: dict[str, float]) -> Tensor:
+        return x * options.pop("by")  # fails when it is given the same container twice
+
+    runner = GraphRunner(takes)
+    assert agree(runner(x, {"by": 2.0}), x * 2)
+
+
+def test_an_output_that_holds_more_than_values_is_not_captured() -> None:
+    runner = GraphRunner(_named)
+    for _ in range(3):
+        result = runner(inputs(3))
+        assert (type(result), result.note) == (Named, "kept")
+
+
+def test_an_output_that_leads_back_to_a_weight_is_not_captured() -> None:
+    weight = inputs(3).requires_grad_()
+    runner = GraphRunner(lambda x: x * weight)  # whose weight no module tells of
+    with torch.enable_grad():
+        x, y = inputs(3), inputs(3)
+        first, second = runner(x), runner(y)
+        (first.sum() + second.sum()).backward()
+    assert weight.grad is not None
+    assert agree(weight.grad, x + y)
+
+
+def test_features_that_a_hook_keeps_are_eagers() -> None:
+    model, found = net(), dict[str, Tensor]()
+    handle = model.linear.register_forward_hook(lambda _, __, out: found.update(out=out))
+    runner = GraphRunner(model)
+    for _ in range(3):
+        x = inputs(2, 4)
+        runner(x)
+        assert agree(found["out"], torch.nn.functional.linear(x, model.linear.weight, model.linear.bias))
+    assert [r.cause for r in runner.refusals()] == ["escape"]
+    handle.remove()
+    model.linear.register_forward_hook(lambda _, __, out: out * 2)  # keeps nothing
+    runner.release()
+    runner(inputs(2, 4))
+    assert runner.info().captures == 1
+
+
 # ---------------------------------------------------------------- failures
 class Flaky(nn.Module):
     """Fails while it is captured, as often as told; draws from the default generator and from one of its own."""
@@ -340,6 +442,15 @@ def test_an_interrupt_during_a_capture_passes_and_leaves_the_streams_whole() -> 
         runner(inputs(4))
     assert torch.cuda.current_stream() == stream
     assert agree(numbers(runner, model), numbers(model, model))
+
+
+def test_an_interrupt_drops_graphs_that_followed_the_broken_stream() -> None:
+    good = Flaky(0).to("cuda")
+    runner = GraphRunner(good)
+    runner(inputs(4))
+    with pytest.raises(KeyboardInterrupt):
+        GraphRunner(Flaky(1, KeyboardInterrupt).to("cuda"))(inputs(4))
+    assert agree(numbers(runner, good), numbers(good, good))
 
 
 def test_what_the_region_raises_in_eager_is_raised() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 
 from parity.runtime import Seam
 from parity.runtime.emulated import device
+from parity.runtime.invalidation import LOCAL
 from parity.runtime.state import same_bits
 
 
@@ -161,3 +165,58 @@ def test_a_capture_at_the_third_call() -> None:
 def test_a_seam_that_cannot_be_is_refused(make: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()  # type: ignore[operator]
+
+
+def test_a_copy_made_within_a_scope_is_a_model_of_its_own() -> None:
+    model = Reads().to("cuda").eval()
+    seam = Seam(("recognition",)).bind(model)
+    with seam.scope():
+        model(image(), [1])
+        twin = copy.deepcopy(model)
+        pickle.dumps(model)
+    twin.recognition.weight.mul_(2)
+    x = torch.randn(2, 4, device="cuda")
+    assert same_bits(twin.recognition(x), torch.nn.functional.linear(x, twin.recognition.weight, twin.recognition.bias))
+
+
+def _another_module(model: Reads) -> None:
+    model.recognition = nn.Linear(4, 5).to("cuda")
+
+
+def _another_forward(model: Reads) -> None:
+    before = model.recognition.forward
+    model.recognition.forward = lambda x: before(x) * 0  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("change", [_another_module, _another_forward])
+def test_what_stands_in_the_place_of_a_piece_is_captured_instead(change: Callable[[Reads], None]) -> None:
+    model, page = Reads().to("cuda").eval(), image()
+    seam = Seam(("recognition",)).bind(model)
+    with seam.scope():
+        model(page, [1])
+    old = weakref.ref(model.recognition) if change is _another_module else None
+    change(model)
+    expected = model(page, [1])
+    for _ in range(2):
+        with seam.scope():
+            assert same_bits(model(page, [1])[0], expected[0])
+    assert seam.runners["recognition"].info().replays == 2
+    gc.collect()
+    assert old is None or old() is None
+
+
+def test_scopes_that_end_in_another_order_leave_nothing_behind() -> None:
+    """As two videos do that are read in turns, each a generator suspended within its scope."""
+    seam = Seam(("detection",)).bind(Reads().to("cuda").eval())
+
+    def steps(after: int) -> Iterator[None]:
+        with seam.scope(after):
+            yield
+
+    first, second = steps(3), steps(1)
+    for one in (first, second):
+        next(one)
+    for one in (first, second):
+        one.close()  # type: ignore[attr-defined]
+    assert not seam.active()
+    assert (LOCAL.visit, LOCAL.after) == (0, 1)

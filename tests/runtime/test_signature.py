@@ -101,6 +101,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "default dtype": lambda: _set(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "precision": lambda: _set(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
     "flash": lambda: _set(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    "accumulation": lambda: _set(torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation, True),
     "efficient": lambda: _set(torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
 }
 

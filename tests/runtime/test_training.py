@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import json
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from parity.runtime import TrainGraphs, backward, gradients, step, training
 from parity.runtime.allowlist import FILE, SCHEMA, Certificate, Tried, checksum
@@ -738,7 +740,35 @@ class Replacing(Small):
         return super().forward(x * self.calls)
 
 
+class Checkpointing(Small):
+    """Draws in what the backward runs again, from a generator that is put back for it."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(checkpoint(lambda x: self.drop(x * self.conv.weight.mean()).sin(), x, use_reentrant=False))
+
+
+class Seeding(Small):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        torch.manual_seed(7)
+        return super().forward(x)
+
+
+class Teaching(Small):
+    """Its teacher follows in the forward, past the version counters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Conv2d(3, 8, 3, padding=1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.teacher.weight.data.mul_(0.9).add_(self.conv.weight.detach(), alpha=0.1)
+        return super().forward(x * self.teacher(x).mean())
+
+
 REFUSED = {
+    Checkpointing: "torch.cuda.set_rng_state sets the random generator",
+    Seeding: "torch.cuda.manual_seed_all sets the random generator",
+    Teaching: "writes to parameter teacher.weight",
     Syncing: "host-sync",
     Rolling: "host-state",
     Writing: "input-mutation",
@@ -754,6 +784,17 @@ def test_what_cannot_be_captured_stays_eager(kind: type[nn.Module]) -> None:
     assert different == []
     assert (graphs.captures, len(lines)) == (0, 1)
     assert REFUSED[kind] in lines[0]
+
+
+def test_a_checkpoint_that_draws_nothing_is_captured() -> None:
+    class Drawless(Checkpointing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.0)
+
+    different, graphs, _ = both(Drawless, plainly)
+    assert different == []
+    assert graphs.replays
 
 
 def test_a_buffer_replaced_at_each_step_is_never_captured() -> None:
@@ -980,3 +1021,110 @@ def test_gradients_that_eager_itself_does_not_repeat_are_not_judged(tmp_path: Pa
     monkeypatch.setattr(step.Step, "again", noisy)
     _, graphs, lines = both(Small, plainly, identity=NET, allowlist=listing(tmp_path, torch_version="1.0"))
     assert (graphs.replays, lines) == (5, [])
+
+
+# ---------------------------------------------------------------- what a replay would not do
+class Adds(nn.Module):
+    """Hands a second output to its caller in a container that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
+        y: Tensor = self.conv(x)
+        more["aux"] = y * 2
+        return y
+
+
+def test_a_container_that_is_changed_is_not_captured() -> None:
+    def body(net: Callable[..., Any], owner: nn.Module) -> list[Log]:
+        logs = []
+        for i in range(6):
+            owner.zero_grad()
+            more: dict[str, Tensor] = {}
+            (net(images(i), more).sum() + more["aux"].sum()).backward()
+            logs.append(state(owner))
+        return logs
+
+    different, _, lines = both(Adds, body)
+    assert different == []
+    assert "changes a container among its arguments" in lines[0]
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_of_a_parameter_without_a_gradient_is_not_called(kind: str) -> None:
+    def body(net: Callable[..., Any], owner: nn.Module) -> list[Log]:
+        called: list[Any] = []
+        for p in owner.parameters():
+            getattr(p, kind)(called.append)
+        logs = plainly(net, owner, 6)
+        return [*logs, [("calls", torch.tensor(len(called)))]]
+
+    different, graphs, _ = both(Small, body)
+    assert different == []
+    assert graphs.eager["a parameter that gets no gradient has a hook"] == 3
+
+
+def test_a_backward_hook_is_called_at_each_step() -> None:
+    def body(net: Callable[..., Any], owner: nn.Module) -> list[Log]:
+        called: list[Any] = []
+        assert isinstance(owner.norm, nn.Module)
+        owner.norm.register_full_backward_hook(lambda *_: called.append(1))
+        logs = plainly(net, owner, 6)
+        return [*logs, [("calls", torch.tensor(len(called)))]]
+
+    different, _, lines = both(Small, body)
+    assert different == []
+    assert "has a backward hook" in lines[0]
+
+
+def test_features_that_a_hook_keeps_are_eagers() -> None:
+    def body(net: Callable[..., Any], owner: nn.Module) -> list[Log]:
+        found: dict[str, Tensor] = {}
+        assert isinstance(owner.conv, nn.Module)
+        owner.conv.register_forward_hook(lambda _, __, out: found.update(out=out.detach()))
+        logs = []
+        for i in range(6):
+            logs += plainly(net, owner, 1, start=i)
+            logs.append([("kept", found["out"].clone())])
+        return logs
+
+    different, _, lines = both(Small, body)
+    assert different == []
+    assert "a hook keeps" in lines[0]
+
+
+def test_an_interrupt_drops_graphs_that_followed_the_broken_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, other = fresh(Small), fresh(Small)
+    graphs, second = TrainGraphs(net), TrainGraphs(other)
+    warmed(graphs, net)
+    warmed_up = plainly(second, other, 3)
+
+    end = torch.cuda.CUDAGraph.capture_end
+
+    def interrupted(self: Any) -> None:
+        end(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "capture_end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            second(images(9))
+    assert (graphs._recordings, len(warmed_up)) == ({}, 3)
+    assert not second.reason
+
+
+def test_a_loss_that_is_kept_does_not_keep_its_batch() -> None:
+    net = fresh(Small)
+    graphs = TrainGraphs(net)
+    losses, batches = [], []
+    for i in range(8):
+        x = images(i)
+        losses.append(objective(graphs(x)))
+        losses[-1].backward()
+        batches.append(weakref.ref(x))
+        del x
+    gc.collect()
+    assert graphs.replays == 5
+    assert [b() is not None for b in batches] == [False] * 7 + [True]  # the last step may be redone

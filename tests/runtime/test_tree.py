@@ -134,3 +134,27 @@ def test_what_might_hide_tensors_is_told_by_its_type() -> None:
     assert tree.opaque(plain) == []
     assert tree.opaque([*plain, Foreign(), {1}, Foreign()]) == [Foreign, set]
     assert tree.opaque(tree.flatten(Outer(1, Inner([2])))[0]) == []
+
+
+def test_a_dataclass_comes_back_with_what_is_no_field() -> None:
+    @dataclass
+    class Boxes:
+        xy: torch.Tensor
+
+        def __post_init__(self) -> None:
+            self.area = self.xy * 2
+
+    leaves, spec = tree.flatten(Boxes(torch.ones(2)))
+    assert [tuple(x.tolist()) for x in leaves] == [(1, 1), (2, 2)]
+    back = tree.unflatten([torch.zeros(2), torch.full((2,), 3.0)], spec)
+    assert back.area.tolist() == [3, 3]
+
+
+def test_whether_a_value_still_is_of_its_leaves() -> None:
+    value = {"a": [torch.ones(1), 2]}
+    leaves, spec = tree.flatten(value)
+    assert tree.alike(value, leaves, spec)
+    value["a"][0] = torch.ones(1)
+    assert not tree.alike(value, leaves, spec)
+    value["a"] = leaves[:1]
+    assert not tree.alike(value, leaves, spec)

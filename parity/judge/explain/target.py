@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 from typing import Any
@@ -34,7 +35,8 @@ def build_from(target: str) -> nn.Module:
     factory = module
     for step in attribute.split("."):
         if not hasattr(factory, step):
-            near = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")][:8]
+            names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            near = difflib.get_close_matches(step, names, n=8, cutoff=0.4) or names[:8]
             raise TargetError(f"{target}: {name} has no {attribute!r}; it has: {', '.join(near) or 'nothing that can be called'}")
         factory = getattr(factory, step)
     made = factory if isinstance(factory, nn.Module) else _called(factory, target)

@@ -143,19 +143,21 @@ class _Functions(TorchFunctionMode):
 
 
 _HIDDEN = (
-    ("", "synchronize", "torch.cuda.synchronize"),
-    ("Stream", "synchronize", "Stream.synchronize"),
-    ("Stream", "query", "Stream.query"),
-    ("Event", "synchronize", "Event.synchronize"),
-    ("Event", "query", "Event.query"),
-    ("Event", "elapsed_time", "Event.elapsed_time"),
+    ("", "synchronize", "torch.cuda.synchronize", "host-sync"),
+    ("", "manual_seed", "a seed for a generator of the device", "rng"),
+    ("", "manual_seed_all", "a seed for a generator of the device", "rng"),
+    ("Stream", "synchronize", "Stream.synchronize", "host-sync"),
+    ("Stream", "query", "Stream.query", "host-sync"),
+    ("Event", "synchronize", "Event.synchronize", "host-sync"),
+    ("Event", "query", "Event.query", "host-sync"),
+    ("Event", "elapsed_time", "Event.elapsed_time", "host-sync"),
 )
-"""What waits for the device and passes through neither mode: class in torch.cuda, function, name."""
+"""What waits for the device, or seeds it, and passes through neither mode: class in torch.cuda, function, words, cause."""
 
 
-def _told(function: Any, name: str, refused: Callable[[CaptureRefused], None]) -> Any:
+def _told(function: Any, name: str, cause: str, refused: Callable[[CaptureRefused], None]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        refused(CaptureRefused("host-sync", name, user_line()))
+        refused(CaptureRefused(cause, name, user_line()))
         return function(*args, **kwargs)
 
     return call
@@ -167,9 +169,9 @@ def _passive(refused: Callable[[CaptureRefused], None]) -> Iterator[None]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), ExitStack() as stack:
-        for kind, name, text in _HIDDEN:
+        for kind, name, text, cause in _HIDDEN:
             owner = getattr(torch.cuda, kind) if kind else torch.cuda
-            stack.enter_context(replaced(owner, name, _told(getattr(owner, name), text, refused)))
+            stack.enter_context(replaced(owner, name, _told(getattr(owner, name), text, cause, refused)))
         stack.enter_context(streams.entered())
         stack.enter_context(_Operations(refused, streams))
         stack.enter_context(_Functions(refused))

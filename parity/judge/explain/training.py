@@ -17,8 +17,8 @@ from parity.judge.explain.calls import Reason
 from parity.judge.explain.seams import Proposal, propose
 from parity.judge.explain.tour import Tour, tour
 from parity.judge.explain.trial import proven_in_steps
-from parity.judge.subject import blamed, seed_everything
-from parity.judge.train.step import TrainBench, mixed
+from parity.judge.subject import BrokenRow, blamed, seed_everything
+from parity.judge.train.step import TrainBench, mixed, unusable
 from parity.rows.training import TrainSubject
 from parity.runtime import tree
 from parity.runtime.liveness import held_tensors
@@ -51,6 +51,8 @@ def _looked(bench: TrainBench) -> tuple[Tour, list[Reason], Tour, set[str]]:
         for _ in range(2):  # what is built lazily is built
             with blamed(lambda: "a training step"), mixed(bench.dtype, True):
                 loss = subject.loss(network, *bench.args("A"))
+            if problem := unusable(loss):
+                raise BrokenRow(problem)
             loss.backward()
             subject.module.zero_grad(set_to_none=True)
             del loss

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from parity.runtime.refusal import chain, explain
 from parity.runtime.signature import Signature, signature
 from parity.runtime.state import kept
 from parity.runtime.training import TrainGraphs
+
+_OFTEN = 2
+"""Graphs dropped for one reason before that is what keeps a run eager: putting a subject's state back may drop some, too."""
 
 
 class TrainArm(Protocol):
@@ -70,9 +74,17 @@ class EagerTraining:
 
 
 class _Telling(TrainGraphs):
-    """Remembers the error behind the one line that it logs."""
+    """Remembers the error behind the one line that it logs, and why graphs, or what was heard for one, were dropped."""
 
     error: BaseException | None = None
+
+    def __init__(self, network: nn.Module, **more: Any) -> None:
+        self.dropped: Counter[str] = Counter()
+        super().__init__(network, **more)
+
+    def release(self, reason: str = "released") -> None:
+        self.dropped[reason] += 1
+        super().release(reason)
 
     def _fail(self, reason: str, error: BaseException) -> None:
         self.error = error
@@ -96,10 +108,15 @@ class GraphedTraining:
             return None
         if self.graphs.error is not None:
             _pass_on(self.graphs.error)
-            return explain(self.graphs.error, None)
+            found = explain(self.graphs.error, None)
+            own = isinstance(self.graphs.error, CaptureRefused) and found.cause == "unknown"
+            return cast("CaptureRefused", self.graphs.error) if own else found
         return CaptureRefused("host-state", self.graphs.reason)
 
     def why(self) -> str:
+        for reason, count in self.graphs.dropped.most_common(1):
+            if count > _OFTEN:
+                return f"it starts over time and again: {reason}"
         return next((reason for reason, _ in self.graphs.eager.most_common(1)), "")
 
     def invalidate(self) -> None:
@@ -187,6 +204,7 @@ class BareTraining:
         self._network = subject.network
         self._graphed: Callable[[list[Any]], Any] | None = None
         self._key: Signature | None = None
+        self._others = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree.flatten((args, kwargs))
@@ -194,6 +212,7 @@ class BareTraining:
         if self._graphed is None:
             self._graphed, self._key = self._captured(args, kwargs), key
         if key != self._key:
+            self._others = True
             return self._network(*args, **kwargs)
         return self._graphed(leaves)
 
@@ -227,7 +246,7 @@ class BareTraining:
         return None
 
     def why(self) -> str:
-        return ""
+        return "a batch of another shape or layout than the captured one runs eagerly in this arm" if self._others else ""
 
     def invalidate(self) -> None:
         self._graphed = None

@@ -14,6 +14,7 @@ from parity.judge.outcome import Check
 from parity.judge.train.comparison import Found, Run
 from parity.judge.train.step import TrainBench, mixed
 from parity.rows.family import Subject
+from parity.runtime import tree
 
 if TYPE_CHECKING:
     from parity.judge.subject import Bench
@@ -77,29 +78,51 @@ class _Region:
     def __init__(self, bench: TrainBench) -> None:
         self._bench = bench
         self._subject = bench.build()
+        self._given = {probe: self._seen(probe) for probe in "AB"}  # both before any call that is traced: each runs the network, too
 
     def build(self) -> Subject:
         return Subject(self._subject.module, self._region)
 
     def _region(self, *args: Any) -> Any:
         positional, named = args
-        return self._subject.network(*positional, **named)
+        leaves, spec = tree.flatten(self._subject.network(*positional, **named))
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[no-untyped-call, unused-ignore]
+            kept = [x.detach() if isinstance(x, Tensor) else x for x in leaves]  # whoever keeps results keeps no autograd graph
+        return tree.unflatten(kept, spec)
 
     def args(self, probe: str) -> tuple[Any, ...]:
+        leaves, spec = tree.flatten(self._given[probe])
+        copied = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
+        made: tuple[Any, ...] = tree.unflatten(copied, spec)
+        return made
+
+    def _seen(self, probe: str) -> tuple[Any, ...]:
         given: list[Any] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given.extend((args, kwargs))
+            given.extend(tree.cloned((args, kwargs)))
             return self._subject.network(*args, **kwargs)
 
         self._subject.loss(forward, *self._bench.args(probe))
         return tuple(given)
 
+    def writes(self) -> str:
+        """The first parameter that a forward writes to in place; empty where there is none."""
+        positional, named = self.args("A")
+        before = {name: p._version for name, p in self._subject.module.named_parameters()}
+        self._subject.network(*positional, **named)
+        return next((name for name, p in self._subject.module.named_parameters() if before.get(name, p._version) != p._version), "")
+
 
 def traced_cause(bench: TrainBench) -> Finding:
-    """What the network's forward itself shows: ``diagnose``, on the network in training mode."""
-    with bench.around(), torch.no_grad(), mixed(bench.dtype, cache=True):
-        return diagnose(cast("Bench", _Region(bench)))
+    """What the network's forward itself shows: ``diagnose``, on the network in training mode. With gradients, which a loss or a
+    forward may ask for."""
+    with bench.around(), mixed(bench.dtype, cache=True):
+        region = _Region(bench)
+        found = diagnose(cast("Bench", region))
+        if found.cause == "unknown" and (name := region.writes()):
+            return Finding("buffer-drift", "", f"a forward writes to parameter {name} in place, so that a warm-up moves it, too")
+        return found
 
 
 def failure(name: str, differences: list[Difference], cause: str, reason: str, where: str = "") -> Check:

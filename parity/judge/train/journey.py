@@ -18,6 +18,11 @@ from parity.judge.train.trajectory import SCRIPT, Travelled, travel
 from parity.runtime.refusal import explain
 
 
+def idle(end: Travelled) -> bool:
+    """Whether nothing was replayed on the way, so that equal bits say nothing of a graph."""
+    return not any(end.replayed)
+
+
 @dataclass
 class Journey:
     """``side``: the arm that walks, another one where it had to be captured anew. ``figures``: of the walk that counts."""
@@ -50,6 +55,12 @@ class Journey:
             "finite": end.finite,
             "conditions": list(conditions),
         }
+        if idle(end):
+            detail = f"none of {len(SCRIPT)} steps in a row was replayed"
+            detail += f", since {why}" if self.side.arm is not None and (why := self.side.arm.why()) else ""
+            raise ArmFailed(Check("capture", "failed", detail, "host-state", "", {**self.side.figures(), "not_graphed": True}))
+        if not end.finite:
+            self.notes.append("over several steps the loss stops being finite: equal bits say little from there on")
         if not differences:
             return Check("trajectory", "passed", figures=self.figures)
         if noise:
@@ -57,6 +68,8 @@ class Journey:
             return Check("proof", "failed", detail, "nondeterministic-kernel")
         gone = self.bench.engine.stale(self.side.watch.graphs)
         cause, reason = ("stale-address", f"read after it had died: {gone[0]}") if gone else ("stale-constant", "one step is right")
+        if end.rewritten:
+            cause, reason = "output-aliasing", "a loss that was handed out is overwritten by a later replay"
         return failure("trajectory", differences, cause, reason)
 
     def _capture_anew(self, conditions: tuple[str, ...]) -> None:

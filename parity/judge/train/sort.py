@@ -15,8 +15,8 @@ LEVEL: Final = 0.05
 def p_value(distances: Sequence[Sequence[float]], eager: int) -> float:
     """The exact permutation test of whether the first ``eager`` runs and the rest come from one distribution.
 
-    The statistic is the mean distance between the groups minus the mean distances within them (the energy distance: Székely and Rizzo,
-    2004); the p-value is the share of all ways to choose the first group in which it is as large as observed.
+    The statistic is twice the mean distance between the groups minus the mean distances within each (the energy distance:
+    Székely and Rizzo, 2004); the p-value is the share of all ways to choose the first group in which it is as large as observed.
     """
     count = len(distances)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from parity.judge.bits import Bundle, Difference, bundle
 from parity.judge.counterfactual.conditions import EagerTwist
@@ -45,6 +46,9 @@ class TrainBench(AnyBench[TrainSubject]):
         return SCALE if self.dtype == torch.float16 else 1.0
 
     def checked(self, module: nn.Module) -> None:
+        lazy = next((name for name, t in state(module).items() if is_lazy(t)), "")
+        if lazy:
+            raise BrokenRow(f"{lazy} has no shape yet, so that nothing can be compared: let build() call the lazy module once")
         made = {name: tensor.detach().cpu() for name, tensor in state(module).items()}
         if self.first is None:
             self.first = {name: tensor.clone() for name, tensor in made.items()}
@@ -222,18 +226,23 @@ def mixed(dtype: torch.dtype, cache: bool) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast("cuda", dtype, cache_enabled=cache)
 
 
-def check_loss(loss: Any, forward: Forward) -> None:
-    """Raises BrokenRow with what is wrong of a loss, and the right form."""
+def unusable(loss: Any) -> str:
+    """What is wrong of a loss, and the right form; empty where nothing is."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = f"a {loss.dtype} tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise BrokenRow(f"the loss is {what}, where a scalar is needed: reduce it, by mean() or sum()")
+        return f"the loss is {what}, where a scalar is needed: reduce it, by mean() or sum()"
+    return "" if loss.requires_grad else "the loss has no gradient: it is detached, or depends on no trainable parameter"
+
+
+def check_loss(loss: Any, forward: Forward) -> None:
+    """Raises BrokenRow with what is wrong of a step."""
+    if problem := unusable(loss):
+        raise BrokenRow(problem)
     if forward.calls != 1:
         raise BrokenRow(f"the loss called the network {forward.calls} times, where a step calls it once")
     if forward.foreign:
         raise BrokenRow(f"the network returns a {forward.foreign[0].__qualname__}, whose tensors cannot be seen: register it with "
                         "torch's pytree")  # fmt: skip
-    if not loss.requires_grad:
-        raise BrokenRow("the loss has no gradient: it is detached, or depends on no trainable parameter")
 
 
 def left(bench: TrainBench, module: nn.Module, loss: Tensor, forward: Forward) -> Left:

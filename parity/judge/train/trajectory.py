@@ -13,6 +13,7 @@ from parity.judge.bits import Bundle, Difference, bundle
 from parity.judge.counterfactual.conditions import EagerTwist
 from parity.judge.train.step import Forward, TrainBench, forward_and_backward, streams
 from parity.rows.training import TrainSubject
+from parity.runtime.state import unlike
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ DECAY: Final = 0.9
 @dataclass(frozen=True)
 class Travelled:
     """``losses``: of each forward; ``final``: parameters, buffers, averages, the scaler's factor and the generators at the end;
-    ``replayed``: of each forward, whether it was."""
+    ``replayed``: of each forward, whether it was; ``rewritten``: whether a loss changed after it had been handed out."""
 
     losses: Bundle
     final: Bundle
     finite: bool
     replayed: tuple[bool, ...]
+    rewritten: bool = False
 
     def unlike(self, other: Travelled) -> list[Difference]:
         return [*self.losses.unlike(other.losses), *self.final.unlike(other.final)]
@@ -98,6 +100,7 @@ def travel(
     average = [t.detach().clone() for t in subject.module.state_dict().values() if t.is_floating_point()]
     losses: list[tuple[str, Any]] = []
     seen: list[bool] = []
+    at_once: list[Tensor] = []
     for number, micro in enumerate(SCRIPT):
         if micro.change:
             if subject.switch is not None:
@@ -110,6 +113,8 @@ def travel(
         loss = forward_and_backward(bench, subject, forward, batch, cache, here, optimizers.scaler.scale)
         seen.append(replays() > before)
         losses.append((f"loss {number + 1}", loss))
+        with bench.engine.quiet():
+            at_once.append(loss.clone())
         if micro.update or bench.family.accumulate == 1:
             optimizers.update()
             _averaged(average, subject.module)
@@ -123,7 +128,8 @@ def travel(
     ]
     with bench.engine.quiet(), torch.no_grad():
         finite = all(bool(x.isfinite().all()) for _, x in losses)
-        return Travelled(bundle(losses), bundle(final), finite, tuple(seen))
+        rewritten = any(unlike([x for _, x in losses], at_once))
+        return Travelled(bundle(losses), bundle(final), finite, tuple(seen), rewritten)
 
 
 def _averaged(average: list[Tensor], module: nn.Module) -> None:

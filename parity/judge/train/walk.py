@@ -176,9 +176,13 @@ class TrainWalk:
         stale = self.bench.engine.stale(self.side.watch.graphs)
         where = ""
         cause, reason = why or cause_of(found, eager, arm, self.eager.remembered.changes, stale)
-        if cause == "unknown":
+        if cause in _TRACED:
             told = traced_cause(self.bench)
-            cause, reason, where = told.cause, told.detail, told.where
+            if cause == "unknown":
+                cause, reason = told.cause, told.detail
+            elif cause == told.cause == "stale-address":
+                reason = f"{reason}; {told.detail}"
+            where = told.where if told.cause == cause else ""
         self.told["cause"] = cause
         self._pass_step()
         self.checks["proof"] = Check("proof", "skipped", "not reached: the step itself is wrong")
@@ -244,3 +248,5 @@ class TrainWalk:
 
 
 _NONE = Check("", "skipped")
+_TRACED = frozenset({"unknown", "stale-address", "python-counter"})
+"""Causes of which the network's forward knows more, the line above all."""

@@ -108,7 +108,7 @@ class DispatchMode(TorchDispatchMode):
             return []
         fresh: list[tuple[int, Tensor]] = []
         for i, t in enumerate((out,) if isinstance(out, Tensor) else flat_tensors(out)):
-            if not isinstance(t, Tensor):
+            if not isinstance(t, Tensor) or i in plan.hosted:
                 continue
             if device and block_of(t) is None:
                 if t.layout is not torch.strided:

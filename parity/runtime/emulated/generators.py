@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from parity.runtime.legality import Violation
+
 from .state import CPU, CUDA, STATE
 
 _HostGenerator = torch.Generator
@@ -61,10 +63,17 @@ class Generator(_HostGenerator):
         return CUDA
 
     def manual_seed(self, seed: int) -> Generator:
-        self.counter.seed, self.counter.offset = int(seed) & _MASK, 0
+        """In a capture only the seed that is there already, and then nothing happens (torch's CUDAGeneratorImpl.cpp). One that collects
+        is told in any case: a replay would not seed."""
+        seed = int(seed) & _MASK
+        if STATE.graph is None:
+            self.counter.seed, self.counter.offset = seed, 0
+        elif self.counter.seed != seed or STATE.graph.collect is not None:
+            STATE.refuse(Violation("rng", "another seed for a generator of the device"))
         return self
 
     def seed(self) -> int:
+        STATE.refuse(Violation("rng", "Generator.seed"))
         seed = random.SystemRandom().getrandbits(64)
         self.manual_seed(seed)
         return seed
@@ -73,11 +82,13 @@ class Generator(_HostGenerator):
         return self.counter.seed
 
     def get_offset(self) -> int:
+        STATE.refuse(Violation("rng", "Generator.get_offset"))
         return self.counter.offset
 
     def set_offset(self, offset: int) -> Generator:
         if offset % _STEP:
             raise RuntimeError(f"offset must be a multiple of {_STEP}, not {offset}")
+        STATE.refuse(Violation("rng", "Generator.set_offset"))
         self.counter.offset = offset
         return self
 
@@ -90,7 +101,10 @@ class Generator(_HostGenerator):
         data = bytes(new_state.tolist())
         if len(data) != 16:
             raise RuntimeError(f"RNG state is wrong size: {len(data)} bytes instead of 16; it is not one of this device's generator")
-        self.counter.seed, self.counter.offset = (int.from_bytes(data[i : i + 8], "little") for i in (0, 8))
+        seed, offset = (int.from_bytes(data[i : i + 8], "little") for i in (0, 8))
+        if seed != self.counter.seed:
+            STATE.refuse(Violation("rng", "a state with another seed for a generator of the device"))
+        self.counter.seed, self.counter.offset = seed, offset
         return self
 
     def clone_state(self) -> Generator:

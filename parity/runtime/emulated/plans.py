@@ -19,7 +19,15 @@ _INDEXED: Final = frozenset(
         "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_", "aten::_unsafe_index", "aten::_unsafe_index_put"
     }
 )  # fmt: skip
-_MIXED: Final = _COPIES | {"aten::_to_copy", "aten::set_", "aten::_pack_padded_sequence", "aten::is_same_size"}
+_MIXED: Final = _COPIES | {
+    "aten::_to_copy",
+    "aten::set_",
+    "aten::_pack_padded_sequence",
+    "aten::_pad_packed_sequence",
+    "aten::is_same_size",
+}
+_ON_THE_HOST: Final = {"aten::_pack_padded_sequence": frozenset({1})}
+"""Results that stay on the host whatever the operands: how many rows a packed sequence has at each step."""
 _ALLOCATIONS: Final = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_permuted"}
 )
@@ -36,7 +44,8 @@ class Plan:
     """What an operation does, tensors aside.
 
     ``composite``: made of other operations, with no kernel of its own. ``blind``: reads no data of its operands. ``recorded``: launches
-    a kernel. ``heavy``: so much that its results are worth remembering. ``writes``: arguments written, by position and name.
+    a kernel. ``heavy``: so much that its results are worth remembering. ``hosted``: results, by position, that are on the host.
+    ``writes``: arguments written, by position and name.
     """
 
     name: str
@@ -50,6 +59,7 @@ class Plan:
     transfer: bool
     wrong_stream: bool
     heavy: bool
+    hosted: frozenset[int]
     writes: tuple[tuple[int, str], ...]
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -90,5 +100,6 @@ def _read(func: OpOverload[..., Any]) -> Plan:
         transfer=name in _COPIES or name == "aten::_to_copy",
         wrong_stream=name in WRONG_STREAM,
         heavy=name in COSTS and not overload and not schema.is_mutable,
+        hosted=_ON_THE_HOST.get(name, frozenset()),
         writes=() if metadata else writes or _HIDDEN_WRITES.get(name, ()),
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from parity.runtime.legality import Violation
+
 from .state import CUDA, STATE
 
 _numbers = itertools.count(0)
@@ -44,9 +46,23 @@ class Stream:
             self.seen[stream] = max(self.seen.get(stream, -1), count)
 
     def wait_stream(self, stream: Stream) -> None:
-        self.wait_for(stream.clock())
+        event = Event()
+        event.note(stream)
+        self.await_(event)
 
     def wait_event(self, event: Event) -> None:
+        self.await_(event)
+
+    def await_(self, event: Event) -> None:
+        """In a capture, as CUDA has it: no stream of the capture waits for work outside of it, and the default stream for none within.
+        An event that was never recorded is no work."""
+        graph = STATE.graph
+        if graph is not None and event.time is not None:
+            within = event.capture == graph.tape.number
+            if graph.captures(self) and not within:
+                STATE.refuse(Violation("side-stream", "a stream of the capture waits for work outside of it"))
+            elif within and self is STATE.default:
+                STATE.refuse(Violation("side-stream", "the default stream waits for work of the capture"))
         self.wait_for(event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -82,13 +98,18 @@ class Event:
         self.enable_timing = enable_timing
         self.clock: dict[Stream, int] = {}
         self.time: float | None = None
+        self.capture = 0  # the number of the tape that it was recorded for
 
     def record(self, stream: Stream | None = None) -> None:
-        self.clock = (stream or STATE.stream).clock()
+        self.note(stream or STATE.stream)
+
+    def note(self, stream: Stream) -> None:
+        self.clock = stream.clock()
         self.time = time.perf_counter()
+        self.capture = STATE.graph.tape.number if STATE.graph is not None and STATE.graph.captures(stream) else 0
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or STATE.stream).wait_for(self.clock)
+        (stream or STATE.stream).wait_event(self)
 
     def synchronize(self) -> None:
         STATE.refuse_call(_SYNC["event"], (self,))

@@ -169,6 +169,34 @@ def test_a_generator_must_be_registered() -> None:
     assert torch.rand(2, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).tolist() == first
 
 
+def _seed() -> None:
+    torch.manual_seed(1)
+
+
+def _state_of_another_seed() -> None:
+    torch.cuda.set_rng_state(torch.Generator("cuda").clone_state().get_state() + 1)
+
+
+@pytest.mark.parametrize(
+    "seeds", [_seed, _state_of_another_seed, torch.cuda.seed, lambda: torch.cuda.default_generators[0].get_offset()]
+)
+def test_another_seed_is_refused_in_a_capture(seeds: Any) -> None:
+    with pytest.raises(CaptureRefused, match="not permitted") as refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        seeds()
+    assert refused.value.cause == "rng"
+
+
+def test_the_seed_that_is_there_changes_nothing_in_a_capture() -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.manual_seed(0)
+        out = torch.rand(2, device="cuda")
+    graph.replay()
+    first = out.tolist()
+    graph.replay()
+    assert out.tolist() != first, "a replay draws on: the seed of the capture is not set again"
+
+
 # ---------------------------------------------------------------- addresses
 def test_a_dead_read_is_poison_and_is_named() -> None:
     static, table = torch.ones(2, device="cuda"), torch.ones(5, 2, device="cuda")
@@ -452,6 +480,24 @@ def test_streams_join_through_events_and_through_each_other() -> None:
         out = z * 1
     graph.replay()
     assert out.tolist() == [3, 3]
+
+
+def test_a_capture_does_not_wait_for_what_is_outside_of_it() -> None:
+    before, other, late = torch.cuda.Event(), torch.cuda.Stream(), torch.cuda.Event()
+    before.record()
+    for wait in (
+        lambda: torch.cuda.current_stream().wait_stream(other),
+        lambda: torch.cuda.current_stream().wait_event(before),
+        before.wait,
+        lambda: torch.cuda.default_stream().wait_stream(torch.cuda.current_stream()),
+    ):
+        with pytest.raises(CaptureRefused, match="waits for work") as refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            wait()
+        assert refused.value.cause == "side-stream"
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.cuda.current_stream().wait_event(late)  # never recorded
+        torch.cuda.current_stream().wait_stream(torch.cuda.current_stream())
+    torch.cuda.current_stream().wait_stream(other)
 
 
 def test_work_on_a_stream_outside_the_capture_runs_at_once_and_is_not_replayed() -> None:
