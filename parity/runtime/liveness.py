@@ -56,7 +56,8 @@ class Read:
 @dataclass
 class Trace:
     """``reads``: derived ones, device storages only. ``violations``: what a capture would refuse, with the user's line, in order.
-    ``written``: positions of inputs that the region wrote to. ``unseen``: ops whose insides tracing cannot see."""
+    ``written``: positions of inputs that the region wrote to. ``unseen``: ops whose insides tracing cannot see. ``aside``: lines that
+    ran on another stream than the call began on."""
 
     result: Any = None
     reads: list[Read] = field(default_factory=list)
@@ -64,6 +65,7 @@ class Trace:
     written: list[int] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     random: bool = False
+    aside: set[str] = field(default_factory=set)
 
 
 def _storage(tensor: Tensor) -> Any:
@@ -80,6 +82,8 @@ class _Ops(TorchDispatchMode):
         self.written: set[int] = set()
         self.unseen: set[str] = set()
         self.random = False
+        self.aside: set[str] = set()
+        self._stream = torch.cuda.current_stream() if any(map(on_device, inputs)) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -93,6 +97,8 @@ class _Ops(TorchDispatchMode):
         if (found := violation(func, args, kwargs, on_device)) is not None:
             self.violations.append((found, line))
         self._writes(func, args, kwargs)
+        if self._stream is not None and torch.cuda.current_stream() != self._stream:
+            self.aside.add(line)
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         if func.namespace not in _SEEN_THROUGH:
             self.unseen.add(func.name())
@@ -207,7 +213,7 @@ def trace(region: Callable[..., Any], args: Iterable[Any], module: torch.nn.Modu
     for key, read in reads.items():
         read.path = paths.get(key, "")
     alive = [read for read in reads.values() if not read.dead]  # what died within the call is read by no later one
-    return Trace(result, alive, ops.violations, sorted(ops.written), sorted(ops.unseen), ops.random)
+    return Trace(result, alive, ops.violations, sorted(ops.written), sorted(ops.unseen), ops.random, ops.aside)
 
 
 def hold(reads: Iterable[Read]) -> list[Any]:

@@ -180,7 +180,7 @@ def _record(
     derived = Derived(traced.reads, module) if traced.reads else None
     runtime = nodes.available()
     known = _elsewhere(traced.result, intake) if runtime is not None else set()
-    traced.result = None
+    eager, traced.result = traced.result, None  # eager's lives on meanwhile: the capture's shall not get its addresses
     graph = torch.cuda.CUDAGraph(keep_graph=True) if runtime is not None else torch.cuda.CUDAGraph()
     for generator in owned:
         graph.register_generator_state(generator)
@@ -190,6 +190,7 @@ def _record(
             torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"),
         ):
             result = call()
+        del eager
         outlet = Outlet(result, intake.leaves, clone)
         copies = _copies(runtime, graph, intake.pieces(), outlet.pieces(known), leaves, not drawn) if runtime is not None else None
     if any(isinstance(x, Tensor) and not on_device(x) for x in tree.flatten(result)[0]):

@@ -33,8 +33,8 @@ def chain(error: BaseException) -> list[BaseException]:
 def explain(error: BaseException, traced: Trace | None) -> CaptureRefused:
     """The refusal behind an exception raised by a capture.
 
-    The line is the one the first exception passed through. The cause is that of the traced violation on that line, else of the first
-    violation, else what the message means, else ``unknown``.
+    The line is the one the first exception passed through. The cause is that of the traced violation on that line, else another
+    stream that the line ran on, else that of the first violation, else what the message means, else ``unknown``.
     """
     links = chain(error)
     for link in links:
@@ -42,8 +42,11 @@ def explain(error: BaseException, traced: Trace | None) -> CaptureRefused:
             return link
     where = next((line for line in map(error_line, links) if line), "")
     violations = traced.violations if traced is not None else []
-    found = next((v for v in violations if v[1] == where), violations[0] if violations else None)
     text = _first_line(links[0])
+    here = next((v for v in violations if v[1] == where), None)
+    if here is None and traced is not None and where in traced.aside:
+        return CaptureRefused("side-stream", f"on a stream that did not join the capture: {text}", where)
+    found = here or next(iter(violations), None)
     if found is not None:
         return CaptureRefused(found[0].cause, f"{found[0].what}: {text}", found[1] or where)
     for words, cause in _MESSAGES:

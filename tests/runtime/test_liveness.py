@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from parity.runtime.engine import engine
-from parity.runtime.liveness import held_tensors, hold, owned_storages, trace
+from parity.runtime.liveness import Guarded, held_tensors, hold, owned_storages, trace
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +176,28 @@ def test_tensors_among_a_modules_attributes() -> None:
     assert [p for p, _ in held_tensors(model)] == ["top", "0.caches['a'][0]", "0.caches['a'][1]['b'][0]", "0.caches[3]", "1.circle[0]"]
     assert len(owned_storages(model)) == 2
     assert owned_storages(None) == set()
+
+
+def test_lines_on_another_stream_are_told(x: torch.Tensor) -> None:
+    side = torch.cuda.Stream()
+
+    def region(v: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            w = v.exp()  # aside
+        torch.cuda.current_stream().wait_stream(side)
+        return w + v
+
+    (line,) = trace(region, [x]).aside
+    assert "# aside" in line or "v.exp()" in line
+
+
+def test_what_is_written_to_is_put_back_through_any_alias(model: Model, x: torch.Tensor) -> None:
+    before = [p.detach().clone() for p in (model.weight, model.offset)]
+    with Guarded([("weight", model.weight), ("offset", model.offset)]) as guard:
+        model.weight.data.mul_(2)
+        model.weight.view(3, 1)[0] += 1
+        model.offset + 1
+    assert list(guard.found) == ["weight"]
+    assert torch.equal(model.weight, before[0])
+    assert torch.equal(model.offset, before[1])

@@ -65,6 +65,16 @@ def test_the_traced_call_on_the_line_comes_first() -> None:
     assert (explain(error, trace).cause, explain(error, trace).where) == ("h2d-copy", "other.py:3")
 
 
+def test_a_line_on_another_stream_is_told_before_what_the_message_means() -> None:
+    """Memory for a stream that is not captured may not be asked for: CUDA says no more than "not permitted"."""
+    error = raised(RuntimeError("operation not permitted when stream is capturing"))
+    where = explain(error, None).where
+    elsewhere = [(Violation("h2d-copy", "copies from the host"), "other.py:3")]
+    assert explain(error, Trace(violations=elsewhere, aside={where})).cause == "side-stream"
+    assert explain(error, Trace(violations=[(Violation("d2h-copy", "copies to it"), where)], aside={where})).cause == "d2h-copy"
+    assert explain(error, Trace(violations=elsewhere, aside={"other.py:9"})).cause == "h2d-copy"
+
+
 def test_a_chain_goes_from_the_first_cause_and_ends() -> None:
     first, second = ValueError("first"), KeyError("second")
     second.__context__ = first

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -406,6 +407,21 @@ def numbers(run: Callable[[Tensor], Tensor], model: Flaky) -> list[Tensor]:
     torch.manual_seed(7)
     model.own.manual_seed(8)
     return [run(torch.full((4,), float(i), device="cuda")) for i in range(5)]
+
+
+def test_the_eager_result_lives_while_it_is_captured() -> None:
+    """Else the allocator could give its addresses to the capture's results, which would look like tensors of the module's owner."""
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    def region(x: Tensor) -> Tensor:
+        alive.extend(ref() is not None for ref in made[-1:])
+        made.append(weakref.ref(y := x + 1))
+        return y
+
+    GraphRunner(region, warmup=1).capture(inputs(2))
+    assert alive[-1:] == [True]
+    assert made[0]() is None
 
 
 @pytest.mark.parametrize("failures", [0, 1])
