@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -253,15 +254,25 @@ app.command()(bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; errors made on purpose are one sentence on stderr."""
+    """Runs the command line and returns its exit code; errors made on purpose are one sentence on stderr, others a traceback."""
     try:
         app(args=list(arguments) if arguments is not None else None)
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0 if done.code is None else 2
-    except (DiscoveryError, RunError, RecordError, AllowlistError, ValueError) as error:
-        console.print(f"parity: {error}", markup=False, highlight=False, soft_wrap=True)
+    except Exception as error:
+        on_purpose = isinstance(error, (DiscoveryError, RunError, RecordError, AllowlistError)) or _by_us(error)
+        if not on_purpose:
+            traceback.print_exception(error)
+        text = str(error) if on_purpose else "that is a fault of parity itself, please report it; what was recorded is kept"
+        console.print(f"parity: {text}", markup=False, highlight=False, soft_wrap=True)
         return 2
     return 0
+
+
+def _by_us(error: Exception) -> bool:
+    """Whether it is a ValueError that a line of this package raised: what is said to a user about a value. Others are bugs."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
 
 if __name__ == "__main__":

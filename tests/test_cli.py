@@ -188,6 +188,17 @@ def test_interrupted_is_exit_130_with_the_way_on(cli: Cli, tmp_path: Path, monke
     assert len(records) == 3
 
 
+@pytest.mark.parametrize("fault", [lambda: int("x"), lambda: Path("/nowhere/at/all").read_text()], ids=["ValueError", "OSError"])
+def test_a_fault_of_ours_is_no_verdict_and_shows_where(cli: Cli, monkeypatch: pytest.MonkeyPatch, fault: Callable[[], Any]) -> None:
+    monkeypatch.setattr(FakePool, "run", lambda self, *_, **__: iter([fault()]))
+    code, _, err = cli("certify")
+    assert code == 2
+    assert "Traceback" in err
+    assert "a fault of parity itself" in err
+    code, _, err = cli("certify", "--shard", "5/4")
+    assert (code, "Traceback" in err) == (2, False)
+
+
 def test_the_eager_arm_is_not_in_anybodys_way(cli: Cli) -> None:
     code, out, _ = cli("certify", "--family", "healthy", "--arm", "eager", "--json", "--no-reports")
     assert code == 0  # the fake pool lets everything pass; the judge does not
