@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from parity.judge.outcome import TRAINING_CHECKS, Check, Outcome
+from parity.judge.outcome import CAUSES, TRAINING_CHECKS, Check, Outcome
 from parity.rows.family import Expect
 
 VERDICTS: Final = (
@@ -42,7 +42,8 @@ def _refused(check: Check) -> Verdict:
     else:
         verdict = _OTHER.get(check.name, "wrong")
     default = {"unstable": "nondeterministic-kernel", "vacuous": "dead-input", "not_graphed": "host-state"}.get(verdict, "unknown")
-    return Verdict(verdict, check.cause or default, check.where, check.detail, check.name)
+    cause = check.cause if check.cause in CAUSES else "unknown" if check.cause else default  # evidence has to be readable afterwards
+    return Verdict(verdict, cause, check.where, check.detail, check.name)
 
 
 def verdict_of(outcome: Outcome, engine: str) -> Verdict:

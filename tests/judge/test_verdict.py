@@ -91,6 +91,11 @@ def test_only_a_device_certifies(engine: str, verdict: str) -> None:
     assert found.safe
 
 
+def test_a_cause_that_is_none_of_ours_is_unknown() -> None:
+    assert verdict_of(outcome(Check("capture", "failed", "a hook", "escape")), "cuda").cause == "unknown"
+    assert all(verdict_of(outcome(Check("capture", "failed", "why", cause)), "cuda").cause == cause for cause in CAUSES)
+
+
 def test_the_first_failure_decides() -> None:
     checks = (REPLAYED, Check("weights", "failed", cause="stale-constant"), Check("escape", "failed", cause="stale-address"))
     assert verdict_of(outcome(*checks), "cuda").check == "weights"
