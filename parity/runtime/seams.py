@@ -103,12 +103,17 @@ class _Piece:
         return _itself, (self.runner.region,)
 
     def stands(self, root: Any) -> bool:
-        """Whether the path still leads to what is captured; asked while it is not installed. True where it leads nowhere any more."""
+        """Whether the path still leads to what is captured; asked while it is not installed. True where it leads nowhere any more, or
+        to None, and where that cannot be told: what a descriptor such as partialmethod makes anew for each look equals nothing."""
         try:
             owner, name = _place(root, self.path)
         except AttributeError:
             return True
-        return owner is self.owner and name == self.name and bool(getattr(owner, name) == self.runner.region)
+        found = getattr(owner, name)
+        if not callable(found):
+            return True
+        here = owner is self.owner and name == self.name
+        return here and (bool(found == self.runner.region) or bool(found != getattr(owner, name)))
 
 
 class BoundSeam:
@@ -153,8 +158,7 @@ class BoundSeam:
 
     def _install(self) -> None:
         with self._lock:
-            self._users += 1
-            if self._users == 1:
+            if self._users == 0:
                 for i, piece in enumerate(self.pieces):
                     if not piece.stands(self._root):  # another submodule, or another method, stands there
                         piece.runner.release("it was replaced")
@@ -162,6 +166,7 @@ class BoundSeam:
                 self._before = [vars(p.owner).get(p.name, _ABSENT) for p in self.pieces]
                 for piece in self.pieces:
                     vars(piece.owner)[piece.name] = piece
+            self._users += 1  # last: an error leaves nothing that would look installed
 
     def _remove(self) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity.runtime import Seam
+from parity.runtime import Seam, seams
 from parity.runtime.emulated import device
 from parity.runtime.invalidation import LOCAL
 from parity.runtime.state import same_bits
@@ -203,6 +204,56 @@ def test_what_stands_in_the_place_of_a_piece_is_captured_instead(change: Callabl
     assert seam.runners["recognition"].info().replays == 2
     gc.collect()
     assert old is None or old() is None
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem: nn.Module = nn.Linear(4, 4)
+        self.head: nn.Module | None = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return x if self.head is None else self.head(x)
+
+
+def test_an_error_while_a_piece_is_exchanged_does_not_look_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)).to("cuda"), torch.ones(2, 4, device="cuda")
+    seam = Seam(("0",)).bind(model)
+    model[0] = nn.Linear(4, 2).to("cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(seams, "GraphRunner", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError), seam.scope():
+            pass
+    with seam.scope():
+        model(x)
+    assert seam.runners["0"].info().replays == 1
+
+
+def test_a_piece_that_is_taken_away_stays_away() -> None:
+    model, x = Optional().to("cuda"), torch.ones(2, 4, device="cuda")
+    seam = Seam(("stem", "head")).bind(model)
+    with seam.scope():
+        model(x)
+    model.head = None
+    with seam.scope():
+        assert same_bits(model(x), model.stem(x))
+    assert "head" not in vars(model)
+
+
+def test_a_forward_that_is_made_anew_for_each_look_is_captured_once() -> None:
+    class Scaled(nn.Linear):
+        def _scaled(self, factor: float, x: Tensor) -> Tensor:
+            return super().forward(x) * factor
+
+        forward = functools.partialmethod(_scaled, 2.0)  # type: ignore[assignment]
+
+    model, x = nn.Sequential(Scaled(4, 4)).to("cuda"), torch.ones(2, 4, device="cuda")
+    seam = Seam(("0",)).bind(model)
+    for _ in range(3):
+        with seam.scope():
+            model(x)
+    assert (seam.runners["0"].info().captures, seam.runners["0"].info().replays) == (1, 3)
 
 
 def test_scopes_that_end_in_another_order_leave_nothing_behind() -> None:
