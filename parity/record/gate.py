@@ -70,7 +70,7 @@ def gate(
     """
     stale = stale or {}
     wanted = {row.id: row for row in rows}
-    declared = frozenset(row.id.rsplit("/", 2)[0] for row in rows) if complete else None
+    declared = frozenset(family_key(vars(row)) for row in rows) if complete else None
     every = {record["id"]: record for record in records}
     last = {id_: record for id_, record in every.items() if id_ in wanted}
     findings: list[Finding] = []

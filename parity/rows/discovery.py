@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,24 +43,21 @@ class Selection:
 
     def __str__(self) -> str:
         """As it is asked for on the command line."""
-        words = [f"--{_OPTIONS[f.name]} {v or repr(v)}" for f in fields(self) for v in _values(getattr(self, f.name))]
-        return " ".join(words)
+        asked = [(option, v) for name, (option, *_) in _CONDITIONS.items() for v in _values(getattr(self, name))]
+        return " ".join(f"--{option} {value or repr(value)}" for option, value in asked)
 
 
-_OPTIONS = {f.name: f.name for f in fields(Selection)} | {
-    "zoos": "zoo", "families": "family", "tasks": "task", "modes": "mode", "arms": "arm", "dtypes": "dtype",
-}  # fmt: skip
-_CONDITIONS: Mapping[str, tuple[Any, Callable[[Row], str]]] = {
-    "zoos": ((), lambda row: row.zoo),
-    "families": ((), lambda row: row.family),
-    "tasks": ((), lambda row: row.task),
-    "modes": ((), lambda row: row.mode),
-    "arms": ((), lambda row: row.arm),
-    "size": ("all", lambda row: str(row.settings.size)),
-    "boundary": (None, lambda row: row.settings.boundary or "''"),
-    "dtypes": ((), lambda row: row.settings.dtype),
+_CONDITIONS: Mapping[str, tuple[str, Any, Callable[[Row], str]]] = {
+    "zoos": ("zoo", (), lambda row: row.zoo),
+    "families": ("family", (), lambda row: row.family),
+    "tasks": ("task", (), lambda row: row.task),
+    "modes": ("mode", (), lambda row: row.mode),
+    "arms": ("arm", (), lambda row: row.arm),
+    "size": ("size", "all", lambda row: str(row.settings.size)),
+    "boundary": ("boundary", None, lambda row: row.settings.boundary or "''"),
+    "dtypes": ("dtype", (), lambda row: row.settings.dtype),
 }
-"""Of each condition, what leaves it out, and what a row has in its place."""
+"""Of each condition its option, what leaves it out, and what a row has in its place."""
 
 
 def _values(condition: tuple[str, ...] | str | None) -> tuple[str, ...]:
@@ -141,12 +138,12 @@ class Catalogue:
     def _none_answers(self, selection: Selection) -> str:
         """Why nothing is left: of each condition that alone stands in the way, what it could be."""
         others = []
-        for name, (anything, value) in _CONDITIONS.items():
+        for name, (option, anything, value) in _CONDITIONS.items():
             if getattr(selection, name) != anything:
                 rows = self._answering(replace(selection, **{name: anything}))
                 found = list(dict.fromkeys(value(row) for row in rows))
                 more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-                others += [f"--{_OPTIONS[name]} could be {', '.join(found[:8])}{more}"] if found else []
+                others += [f"--{option} could be {', '.join(found[:8])}{more}"] if found else []
         return f"no row answers to {selection}; {', or '.join(others) or 'name fewer conditions'}; see `parity list`"
 
 
