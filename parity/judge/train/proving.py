@@ -100,7 +100,8 @@ class Proving:
         if quiet.proof is None:
             return Search(None, noisy, quiet.cut)
         base = quiet.proof
-        found = self._search(lambda names: self._differing(names | frozenset(base.conditions)), others)
+        rest = [c for c in settings if c.name not in base.conditions]  # eager may agree by luck where an op of the arm still does not
+        found = self._search(lambda names: self._differing(names | frozenset(base.conditions)), [*others, *rest], whole=True)
         tried = tuple(Trial(_in_order((*base.conditions, *t.conditions)), t.differing) for t in found.tried)
         if found.proof is None:
             return Search(None, (*noisy, *tried), found.cut)
