@@ -68,7 +68,7 @@ def kept_by_hooks(module: nn.Module | None, traced: Trace) -> None:
     that collect features: a replay runs no Python, and would leave them with what the capture gave them."""
     hooked = module is not None and any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
     if hooked and (kept := next((read for read in traced.reads if read.suspected and not read.path), None)) is not None:
-        raise CaptureRefused("escape", f"a hook keeps {kept}, where a replay would leave the capture's")
+        raise CaptureRefused("host-state", f"a hook keeps {kept}, where a replay would leave the capture's")
 
 
 @contextlib.contextmanager

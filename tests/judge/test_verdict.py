@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from parity.judge import verdict
 from parity.judge.outcome import CAUSES, INFERENCE_CHECKS, STATUSES, TRAINING_CHECKS, Check, Outcome
 from parity.judge.verdict import SAFE, VERDICTS, Verdict, as_expected, verdict_of
 from parity.rows.family import Expect
@@ -94,6 +97,19 @@ def test_only_a_device_certifies(engine: str, verdict: str) -> None:
 def test_a_cause_that_is_none_of_ours_is_unknown() -> None:
     assert verdict_of(outcome(Check("capture", "failed", "a hook", "escape")), "cuda").cause == "unknown"
     assert all(verdict_of(outcome(Check("capture", "failed", "why", cause)), "cuda").cause == cause for cause in CAUSES)
+
+
+def test_every_cause_that_the_package_raises_is_listed() -> None:
+    package = Path(verdict.__file__).parents[1]
+    raised = {
+        node.args[0].value
+        for path in [*package.glob("judge/**/*.py"), *package.glob("runtime/**/*.py")]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("CaptureRefused", "Violation", "Finding") and node.args
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert len(raised) > 10
+    assert raised <= {*CAUSES, ""}
 
 
 def test_the_first_failure_decides() -> None:

@@ -377,7 +377,7 @@ def test_features_that_a_hook_keeps_are_eagers() -> None:
         x = inputs(2, 4)
         runner(x)
         assert agree(found["out"], torch.nn.functional.linear(x, model.linear.weight, model.linear.bias))
-    assert [r.cause for r in runner.refusals()] == ["escape"]
+    assert [r.cause for r in runner.refusals()] == ["host-state"]
     handle.remove()
     model.linear.register_forward_hook(lambda _, __, out: out * 2)  # keeps nothing
     runner.release()
