@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from parity.runtime import rng, tree
 from parity.runtime.buffers import Intake, Outlet
-from parity.runtime.capture import kept_by_hooks, undone
+from parity.runtime.capture import hooked, hooked_backward, kept_by_hooks, outliving, uncached, undone, weakly
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
@@ -136,8 +137,8 @@ class _Recorder:
         return Take(self.module, self.leaves, self.intake.leaves, self.spec)
 
     def probe(self) -> None:
-        """Two plain runs: which buffers a forward moves, and what a recording would freeze."""
-        if any(m._backward_hooks or m._backward_pre_hooks for m in self.module.modules()):
+        """Two plain runs: which buffers a forward moves, what a recording would freeze, and what of a run somebody keeps."""
+        if hooked_backward(self.module):
             raise CaptureRefused("host-state", "a submodule has a backward hook, whose Python a replay would not run")
         host = _host(rng.save())
         with aliased(self.module, copies=True) as aliases:
@@ -153,7 +154,7 @@ class _Recorder:
             moved = zip(aliases.buffers, unlike(copies, real), strict=True)
             self.buffers = [b for (b, c), moves in moved if moves or (not c.is_inference() and c._version)]
             _check(take, self.layouts)
-            made = [take.outputs.tensors[i] for i in take.outputs.differentiable()]
+            made, self.first = [take.outputs.tensors[i] for i in take.outputs.differentiable()], weakly(take.outputs.tensors)
             with torch.no_grad():
                 self.incoming = Intake([blank(t, wanted) for t, wanted in zip(made, self.layouts, strict=True)])
             middle = [c.clone() for c in copies]
@@ -165,16 +166,24 @@ class _Recorder:
         if any(not on_device(b) for b in self.buffers):
             raise CaptureRefused("host-state", "a step moves a buffer on the host, which a replay would not")
         settled = memory(self.module)  # the first run may have filled caches for this shape
-        with aliased(self.module, copies=True) as aliases:
-            for p in aliases.params:  # as after an optimizer step: what is cached of weights shows, if its owner minds versions
-                torch.autograd.graph.increment_version(p)
-            take = self._take()
-            take.forward(aliases.params, self.wrt)
-            take.backward(self.incoming.leaves)
+        passed = self._again()
         if place := changed(settled, memory(self.module)):
             raise CaptureRefused("python-counter", f"each step changes {place} of the module, which a replay would not")
         if _host(rng.save()) != host:
             raise CaptureRefused("host-state", "a step draws random numbers on the host, which a replay would repeat")
+        self.left = outliving(passed, self.module) if hooked(self.module) else []
+
+    def _again(self) -> list[StorageWeakRef]:
+        with aliased(self.module, copies=True) as aliases:
+            for p in aliases.params:  # as after an optimizer step: what is cached of weights shows, if its owner minds versions
+                torch.autograd.graph.increment_version(p)
+            with torch.no_grad():
+                own = Intake(self.leaves).leaves
+            take = Take(self.module, self.leaves, own, self.spec)
+            with uncached():
+                take.forward(aliases.params, self.wrt)
+                take.backward(self.incoming.leaves)
+            return weakly([*own, *take.outputs.tensors])
 
     def traced(self) -> Trace:
         """What a forward reads. What only a Python backward reads is not seen."""
@@ -188,12 +197,8 @@ class _Recorder:
                 gc.collect()  # what only autograd kept is nobody's state
                 return results
 
-            cached = torch.is_autocast_cache_enabled()
-            torch.set_autocast_cache_enabled(False)  # casts in the cache outlive the call, and would look like state of the network
-            try:
+            with uncached():
                 found = trace(run, take.inputs, self.module)
-            finally:
-                torch.set_autocast_cache_enabled(cached)
         found.result = None
         if found.written:
             raise CaptureRefused("input-mutation", f"the network writes to input {found.written[0]}, which a replay would not pass on")
@@ -250,7 +255,7 @@ def _record(recorder: _Recorder, cloning: bool) -> Recording:
                     recorder.probe()
                 rng.refuse(resets)
                 traced = recorder.traced()
-                kept_by_hooks(module, traced)
+                kept_by_hooks(module, traced, recorder.left, recorder.first)
         finally:
             before.wait_stream(stream)
             rng.restore(streams)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as hooks
 
 from parity.runtime import rng, tree
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
-from parity.runtime.liveness import Trace
+from parity.runtime.liveness import Trace, held_tensors, storage_of
 from parity.runtime.refusal import explain
 
 
@@ -63,12 +66,51 @@ def unfit(leaves: list[Any]) -> str:
     return ""
 
 
-def kept_by_hooks(module: nn.Module | None, traced: Trace) -> None:
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Casts in autocast's cache outlive the call, and would look like state of the module."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+def hooked(module: nn.Module | None) -> bool:
+    """Whether hooks may run in a forward of a module, those for all modules included."""
+    own = module is not None and any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    return own or bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+
+
+def hooked_backward(module: nn.Module) -> bool:
+    own = any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())
+    return own or bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
+
+
+def weakly(leaves: Iterable[Any]) -> list[StorageWeakRef]:
+    return [StorageWeakRef(s) for x in leaves if isinstance(x, Tensor) and (s := storage_of(x)) is not None]
+
+
+def outliving(refs: list[StorageWeakRef], module: nn.Module | None) -> list[StorageWeakRef]:
+    """What of a call that is over somebody keeps, attributes of ``module`` aside."""
+    gc.collect()
+    held = {ref.cdata for ref in weakly(t for _, t in held_tensors(module))} if module is not None else set()
+    return [ref for ref in refs if not ref.expired() and ref.cdata not in held]
+
+
+def kept_by_hooks(module: nn.Module | None, traced: Trace, left: Iterable[StorageWeakRef], other: Iterable[StorageWeakRef]) -> None:
     """Raises CaptureRefused where each call leaves a tensor of its own with somebody outside of a module that has hooks, such as those
-    that collect features: a replay runs no Python, and would leave them with what the capture gave them."""
-    hooked = module is not None and any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-    if hooked and (kept := next((read for read in traced.reads if read.suspected and not read.path), None)) is not None:
+    that collect features: a replay runs no Python, and would leave them with what the capture gave them.
+
+    ``left``: what outlived a call of what it was given and gave back; ``other``: what another call gave back. What is in both is
+    handed out by each call, and kept for that."""
+    if not hooked(module):
+        return
+    if (kept := next((read for read in traced.reads if read.suspected and not read.path), None)) is not None:
         raise CaptureRefused("host-state", f"a hook keeps {kept}, where a replay would leave the capture's")
+    if {ref.cdata for ref in left} - {ref.cdata for ref in other}:
+        raise CaptureRefused("host-state", "a hook keeps an input or an output, where a replay would leave the capture's")
 
 
 @contextlib.contextmanager

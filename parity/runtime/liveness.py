@@ -68,7 +68,7 @@ class Trace:
     aside: set[str] = field(default_factory=set)
 
 
-def _storage(tensor: Tensor) -> Any:
+def storage_of(tensor: Tensor) -> Any:
     return tensor.untyped_storage() if tensor.layout is torch.strided and not tensor.is_nested else None
 
 
@@ -78,7 +78,7 @@ class _Ops(TorchDispatchMode):
         self.made: dict[int, Read] = {}
         self.foreign: dict[int, Read] = {}
         self.violations: list[tuple[Violation, str]] = []
-        self.inputs = {s._cdata: i for i, t in enumerate(inputs) if (s := _storage(t)) is not None}
+        self.inputs = {s._cdata: i for i, t in enumerate(inputs) if (s := storage_of(t)) is not None}
         self.written: set[int] = set()
         self.unseen: set[str] = set()
         self.random = False
@@ -90,7 +90,7 @@ class _Ops(TorchDispatchMode):
         line = user_line()
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for tensor in tensors:
-            if on_device(tensor) and (storage := _storage(tensor)) is not None:
+            if on_device(tensor) and (storage := storage_of(tensor)) is not None:
                 key = storage._cdata
                 if key not in self.made and key not in self.foreign:
                     self.foreign[key] = _read(tensor, storage, line)
@@ -104,13 +104,13 @@ class _Ops(TorchDispatchMode):
             self.unseen.add(func.name())
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := _storage(tensor)) is not None and storage._cdata not in self.foreign:
+            if isinstance(tensor, Tensor) and (storage := storage_of(tensor)) is not None and storage._cdata not in self.foreign:
                 self.made[storage._cdata] = _read(tensor, storage, line)
         return out
 
     def _writes(self, func: Any, args: Any, kwargs: Any) -> None:
         for tensor in written(func, args, kwargs):
-            if (storage := _storage(tensor)) is not None and storage._cdata in self.inputs:
+            if (storage := storage_of(tensor)) is not None and storage._cdata in self.inputs:
                 self.written.add(self.inputs[storage._cdata])
 
 
@@ -128,12 +128,12 @@ class Guarded(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {s._cdata: (name, t) for name, t in tensors if (s := _storage(t)) is not None}
+        self._names = {s._cdata: (name, t) for name, t in tensors if (s := storage_of(t)) is not None}
         self.found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in written(func, args, kwargs or {}):
-            storage = _storage(tensor)
+            storage = storage_of(tensor)
             if storage is not None and (known := self._names.get(storage._cdata)) is not None and known[0] not in self.found:
                 self.found[known[0]] = known[1], known[1].detach().clone()
         return func(*args, **(kwargs or {}))
@@ -188,7 +188,7 @@ def owned_storages(module: torch.nn.Module | None) -> set[int]:
     """Identities of the storages of a module's parameters and buffers."""
     if module is None:
         return set()
-    return {s._cdata for t in [*module.parameters(), *module.buffers()] if (s := _storage(t)) is not None}
+    return {s._cdata for t in [*module.parameters(), *module.buffers()] if (s := storage_of(t)) is not None}
 
 
 def trace(region: Callable[..., Any], args: Iterable[Any], module: torch.nn.Module | None = None) -> Trace:
@@ -203,8 +203,8 @@ def trace(region: Callable[..., Any], args: Iterable[Any], module: torch.nn.Modu
     with ops, _Calls(ops):
         result = region(*values)
     given = owned_storages(module) | set(ops.inputs)
-    outputs = {s._cdata for t in tree_leaves(result) if isinstance(t, Tensor) and (s := _storage(t)) is not None}
-    paths = {s._cdata: p for p, t in (held_tensors(module) if module else ()) if (s := _storage(t)) is not None}
+    outputs = {s._cdata for t in tree_leaves(result) if isinstance(t, Tensor) and (s := storage_of(t)) is not None}
+    paths = {s._cdata: p for p, t in (held_tensors(module) if module else ()) if (s := storage_of(t)) is not None}
     reads = {key: read for key, read in ops.foreign.items() if key not in given}
     for key, read in ops.made.items():
         if key not in given and key not in outputs:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from parity.runtime import nodes, rng, tree
 from parity.runtime.buffers import Intake, Outlet
-from parity.runtime.capture import kept_by_hooks, undone, unfit
+from parity.runtime.capture import hooked, kept_by_hooks, outliving, uncached, undone, unfit, weakly
 from parity.runtime.cudart import Cudart, Unfit
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
@@ -92,13 +93,11 @@ class Entry:
 @contextlib.contextmanager
 def _ours() -> Iterator[None]:
     """Runners within the region step aside; autocast casts weights inside the graph, for copies in its cache die with its block."""
-    cached = torch.is_autocast_cache_enabled()
     LOCAL.busy = True
-    torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with uncached():
+            yield
     finally:
-        torch.set_autocast_cache_enabled(cached)
         LOCAL.busy = False
 
 
@@ -158,6 +157,11 @@ def _record(
         given = args, kwargs = tree.unflatten(intake.leaves, spec)  # each call may change the containers that it is given
         return region(*args, **kwargs)
 
+    def passed() -> list[StorageWeakRef]:
+        own = _intake(leaves).leaves
+        args, kwargs = tree.unflatten(own, spec)
+        return weakly([*own, *tree.flatten(region(*args, **kwargs))[0]])
+
     owned = generators(module)
     streams = rng.save(owned)
     before = torch.cuda.current_stream()
@@ -165,8 +169,11 @@ def _record(
     stream.wait_stream(before)
     try:
         with kept(module), torch.cuda.stream(stream), rng.resets() as resets:
-            for _ in range(warmup - 1):
+            first = 0
+            for again in range(warmup - 1):
                 call()
+                first = first if again else len(resets)
+            left = outliving(passed(), module) if hooked(module) else []
             traced = trace(call, intake.leaves, module)
             drawn = traced.random or rng.drawn(streams)
     finally:
@@ -174,8 +181,8 @@ def _record(
         rng.restore(streams)
     if not tree.alike(given, intake.leaves, spec):
         raise CaptureRefused("input-mutation", "the region changes a container among its arguments, which a replay would not")
-    rng.refuse(resets)
-    kept_by_hooks(module, traced)
+    rng.refuse(resets, first)
+    kept_by_hooks(module, traced, left, weakly(tree.flatten(traced.result)[0]))
     _check(traced)
     derived = Derived(traced.reads, module) if traced.reads else None
     runtime = nodes.available()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -62,26 +61,35 @@ def restore(streams: Streams) -> None:
         generator.set_state(state)
 
 
-_RESETS: Final = ("set_rng_state", "manual_seed", "manual_seed_all")
+_RESETS: Final = ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all")
+_WITHIN: Final = "parity: resets of random generators"
+"""Where the list of ``resets`` lies in a thread's state. Autograd hands that on to the thread that runs a backward: a region that asks
+for gradients of its own has them, on a CUDA device, from another thread than its own."""
+
+
+def _listening() -> Any:
+    return torch._C._get_obj_in_tls(_WITHIN) if torch._C._is_key_in_tls(_WITHIN) else None
 
 
 @contextlib.contextmanager
-def resets() -> Iterator[list[str]]:
-    """The functions of ``torch.cuda`` by which this thread moves the current device's generator within it, other than by drawing.
-    A graph would not: torch.utils.checkpoint, say, draws anew in a replay where eager draws once more what it drew."""
-    found: list[str] = []
-    mine, generator = threading.get_ident(), _generator()
+def resets() -> Iterator[list[tuple[str, bool]]]:
+    """Calls of the functions of ``torch.cuda`` by which this thread, and each backward that it starts, puts the current device's
+    generator somewhere, and whether that moved it. A graph would not: torch.utils.checkpoint, say, draws anew in a replay where eager
+    draws once more what it drew."""
+    found: list[tuple[str, bool]] = []
+    outer, generator = _listening(), _generator()
 
     def told(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             before = generator.get_state()
             function(*args, **kwargs)
-            if threading.get_ident() == mine and not torch.equal(generator.get_state(), before):
-                found.append(f"torch.cuda.{name}")
+            if _listening() is found:
+                found.append((f"torch.cuda.{name}", not torch.equal(generator.get_state(), before)))
 
         return call
 
     originals = {name: getattr(torch.cuda, name) for name in _RESETS}
+    torch._C._stash_obj_in_tls(_WITHIN, found)
     try:
         for name, function in originals.items():
             setattr(torch.cuda, name, told(name, function))
@@ -89,13 +97,16 @@ def resets() -> Iterator[list[str]]:
     finally:
         for name, function in originals.items():
             setattr(torch.cuda, name, function)
+        torch._C._stash_obj_in_tls(_WITHIN, outer)
 
 
-def refuse(found: list[str]) -> None:
-    """Raises CaptureRefused where a region was seen to put its generator elsewhere."""
-    if found:
+def refuse(found: list[tuple[str, bool]], first: int = 0) -> None:
+    """Raises CaptureRefused where a region was seen to put its generator elsewhere. ``first``: so many were in the first of its calls,
+    which may build something, or compile: they count where later ones follow."""
+    moved = [name for name, moves in found if moves]
+    if moved and len(found) > first:
         raise CaptureRefused(
-            "rng", f"{found[0]} sets the random generator in each call, as torch.utils.checkpoint does; a replay draws on"
+            "rng", f"{moved[0]} sets the random generator in each call, as torch.utils.checkpoint does; a replay draws on"
         )
 
 

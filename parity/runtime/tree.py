@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ PLAIN = (
 def _register(kind: type) -> None:
     names = [f.name for f in dataclasses.fields(kind)]
 
+    def derived(name: str) -> bool:  # kept there by whoever reads it first, and as well made again
+        return isinstance(getattr(kind, name, None), functools.cached_property)
+
     def held(value: Any) -> list[str]:  # with what is no field, as __post_init__ may set it
-        return [*names, *(n for n in getattr(value, "__dict__", ()) if n not in names)]
+        return [*names, *(n for n in getattr(value, "__dict__", ()) if n not in names and not derived(n))]
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
         every = held(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import subprocess
 import sys
 import weakref
@@ -407,6 +408,80 @@ def numbers(run: Callable[[Tensor], Tensor], model: Flaky) -> list[Tensor]:
     torch.manual_seed(7)
     model.own.manual_seed(8)
     return [run(torch.full((4,), float(i), device="cuda")) for i in range(5)]
+
+
+def _of_all(model: Net, kind: str, hook: Callable[..., None]) -> Any:
+    if kind == "global":
+        return nn.modules.module.register_module_forward_hook(hook)
+    if kind == "input":
+        return model.linear.register_forward_pre_hook(lambda module, given: hook(module, (), given[0]))
+    return model.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("kind", ["input", "output", "global"])
+def test_what_a_hook_keeps_of_inputs_and_outputs_is_eagers(kind: str) -> None:
+    model, kept = net(), list[Tensor]()
+    handle = _of_all(model, kind, lambda module, _, x: kept.append(x.detach()))
+    try:
+        runner = GraphRunner(model.__call__, model)
+        for _ in range(3):
+            kept.clear()
+            x = inputs(2, 4)
+            y = runner(x)
+            assert agree(kept[-1:], [x if kind == "input" else y])
+        assert [r.cause for r in runner.refusals()] == ["host-state"]
+    finally:
+        handle.remove()
+
+
+def test_a_hook_beside_a_result_that_every_call_hands_out_is_no_keeper() -> None:
+    model, table = net(), inputs(3)
+    model.register_forward_hook(lambda *_: None)
+    runner = GraphRunner(lambda x: (model(x), table), model)
+    for _ in range(2):
+        assert agree(runner(x := inputs(2, 4)), (model(x), table))
+    assert runner.info().replays == 2
+
+
+class Projects(nn.Module):
+    """Builds what it multiplies with in its first call, under a seed of its own."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            with torch.random.fork_rng([0]):
+                torch.manual_seed(3)
+                self.table = torch.randn(4, 4, device=x.device)
+        return x @ self.table
+
+
+def test_a_seed_for_what_is_built_once_is_no_reset() -> None:
+    model = Projects()
+    runner = GraphRunner(model)
+    for _ in range(2):
+        assert agree(runner(x := inputs(2, 4)), model(x))
+    assert (runner.refusals(), runner.info().replays) == ([], 2)
+
+
+@dataclasses.dataclass
+class Corners:
+    xy: Tensor
+
+    @functools.cached_property
+    def areas(self) -> Tensor:
+        return self.xy.prod(-1)
+
+
+def test_what_an_argument_works_out_once_is_no_change_of_it() -> None:
+    def region(given: Corners) -> Tensor:
+        return given.areas + 1
+
+    runner = GraphRunner(region)
+    for _ in range(2):
+        x = inputs(2, 4)
+        assert agree(runner(Corners(x)), x.prod(-1) + 1)
+    assert runner.info().replays == 2
 
 
 def test_the_eager_result_lives_while_it_is_captured() -> None:

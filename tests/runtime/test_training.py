@@ -1098,6 +1098,58 @@ def test_features_that_a_hook_keeps_are_eagers() -> None:
     assert "a hook keeps" in lines[0]
 
 
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_what_a_hook_keeps_of_inputs_and_outputs_is_eagers(kind: str) -> None:
+    def body(net: Callable[..., Any], owner: nn.Module) -> list[Log]:
+        kept: list[Tensor] = []
+
+        def keep(module: nn.Module, given: Any, *out: Any) -> None:
+            kept.append((out[0]["box"] if out else given[0]).detach())
+
+        getattr(owner, kind)(keep)
+        logs = []
+        for i in range(6):
+            kept.clear()
+            logs += plainly(net, owner, 1, start=i)
+            logs.append([("kept", kept[-1].clone() if kept else torch.zeros(()))])
+        return logs
+
+    different, _, lines = both(Small, body)
+    assert different == []
+    assert "a hook keeps an input or an output" in lines[0]
+
+
+def test_a_hook_that_keeps_nothing_is_captured_inside_autocast() -> None:
+    """Whose cache keeps the casts of inputs that get a gradient."""
+    net = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Tanh()).to("cuda")
+    net.register_forward_hook(lambda *_: None)
+    graphs = TrainGraphs(net)
+    for i in range(5):
+        x = images(i).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = graphs(x).sum()
+        loss.backward()
+    assert (graphs.replays, graphs.reason) == (2, "")
+
+
+def test_a_backward_hook_for_all_modules_is_called_at_each_step() -> None:
+    def body(net: Callable[..., Any], owner: nn.Module) -> list[Log]:
+        called: list[Any] = []
+        handle = nn.modules.module.register_module_full_backward_pre_hook(lambda *_: called.append(1))
+        logs = []
+        try:
+            for i in range(6):
+                net(images(i)).sum().backward()
+                logs.append([("calls", torch.tensor(len(called))), *state(owner)])
+        finally:
+            handle.remove()
+        return logs
+
+    different, _, lines = both(lambda: nn.Sequential(nn.Conv2d(3, 2, 1), nn.Tanh()), body)
+    assert different == []
+    assert "has a backward hook" in lines[0]
+
+
 def test_an_interrupt_drops_graphs_that_followed_the_broken_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     net, other = fresh(Small), fresh(Small)
     graphs, second = TrainGraphs(net), TrainGraphs(other)
