@@ -1,10 +1,12 @@
-"""Any nesting of tensors, flat and back: torch's pytree, plus dataclasses, which it does not know by itself."""
+"""Any nesting of tensors, flat and back: torch's pytree, plus dataclasses, namespaces and kinds of dict, which it does not know."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import functools
+import types
+from collections import OrderedDict, UserDict
 from typing import Any
 
 import torch
@@ -29,41 +31,55 @@ PLAIN = (
 
 
 def _register(kind: type) -> None:
-    names = [f.name for f in dataclasses.fields(kind)]
+    """What is kept under keys, for a kind of dict, and under names, for that and for all others."""
+    fields = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+    base: Any = next(b for b in (OrderedDict, dict, types.SimpleNamespace, object) if issubclass(kind, b))
 
     def derived(name: str) -> bool:  # kept there by whoever reads it first, and as well made again
         return isinstance(getattr(kind, name, None), functools.cached_property)
 
-    def held(value: Any) -> list[str]:  # with what is no field, as __post_init__ may set it
-        return [*names, *(n for n in getattr(value, "__dict__", ()) if n not in names and not derived(n))]
+    def held(value: Any) -> tuple[list[Any], list[str], bool]:  # with what is no field, as __post_init__ may set it
+        own = getattr(value, "__dict__", {})
+        one = own is value  # a dict whose items are its attributes
+        names = [] if one else [*fields, *(n for n in own if n not in fields and not derived(n))]
+        return list(base.keys(value)) if issubclass(base, dict) else [], names, one
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
-        every = held(value)
-        return [getattr(value, n) for n in every], every
+        keys, names, _ = context = held(value)
+        return [*(base.__getitem__(value, k) for k in keys), *(getattr(value, n) for n in names)], context
 
-    def unflatten(values: Any, every: Any) -> Any:
-        new: Any = object.__new__(kind)
-        for name, value in zip(every, values, strict=True):
-            object.__setattr__(new, name, value)
+    def unflatten(values: Any, context: Any) -> Any:
+        keys, names, one = context
+        new: Any = base.__new__(kind)
+        given = iter(values)
+        for key in keys:
+            base.__setitem__(new, key, next(given))
+        for name in names:
+            object.__setattr__(new, name, next(given))
+        if one:
+            new.__dict__ = new
         return new
 
     def with_keys(value: Any) -> tuple[list[Any], Any]:
-        every = held(value)
-        return [(pytree.GetAttrKey(n), getattr(value, n)) for n in every], every
+        values, context = flatten(value)
+        words = [*map(pytree.MappingKey, context[0]), *map(pytree.GetAttrKey, context[1])]
+        return list(zip(words, values, strict=True)), context
 
     pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
 
 
 def _learn(leaves: list[Any]) -> bool:
-    """Registers the dataclasses among the leaves; whether there were any."""
-    kinds = {type(x) for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type)}
+    """Registers dataclasses, namespaces and kinds of dict among the leaves; whether there were any."""
+    known = (dict, UserDict, types.SimpleNamespace)
+    kinds = {type(x) for x in leaves if isinstance(x, known) or (dataclasses.is_dataclass(x) and not isinstance(x, type))}
     for kind in kinds:
         _register(kind)
     return bool(kinds)
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure. Dicts, lists, tuples, named tuples, dataclasses and whatever is registered with torch's pytree."""
+    """Leaves and structure. Dicts of any kind, lists, tuples, named tuples, dataclasses, namespaces, and whatever is registered with
+    torch's pytree."""
     leaves, spec = pytree.tree_flatten(value)
     while _learn(leaves):
         leaves, spec = pytree.tree_flatten(value)

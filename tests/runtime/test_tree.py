@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,20 @@ class Outer:
     derived: int = field(default=3, init=False)
 
 
+class Record(OrderedDict[str, Any]):
+    """As a zoo's output class: items, and an attribute beside them."""
+
+    note: Any = None
+
+
+class Open(dict[str, Any]):
+    """Its items are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
 class Colour(enum.Enum):
     RED = 1
 
@@ -44,7 +59,7 @@ class Foreign:
 def forget() -> Iterator[None]:
     """Dataclasses are registered with torch's pytree for good; not by these tests."""
     yield
-    for kind in (Inner, Outer):
+    for kind in (Inner, Outer, Record, Open, UserDict, SimpleNamespace):
         pytree.SUPPORTED_NODES.pop(kind, None)
 
 
@@ -56,6 +71,7 @@ NESTINGS = st.recursive(
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(st.text("ab", min_size=1, max_size=2), inner, max_size=3),
         st.builds(Pair, inner, inner),
+        st.dictionaries(st.text("ab", min_size=1, max_size=2), inner, max_size=3).map(Record),
         st.builds(Outer, inner, st.builds(Inner, st.lists(inner, max_size=2))),
     ),
     max_leaves=8,
@@ -148,6 +164,26 @@ def test_a_dataclass_comes_back_with_what_is_no_field() -> None:
     assert [tuple(x.tolist()) for x in leaves] == [(1, 1), (2, 2)]
     back = tree.unflatten([torch.zeros(2), torch.full((2,), 3.0)], spec)
     assert back.area.tolist() == [3, 3]
+
+
+def test_kinds_of_dict_and_namespaces_come_back_as_they_are() -> None:
+    record = Record(logits=torch.zeros(1))
+    record.note = torch.ones(1)
+    value = {"a": record, "b": Open(x=torch.ones(2)), "c": SimpleNamespace(y=[torch.ones(3)]), "d": UserDict(z=torch.ones(4))}
+    leaves, spec = tree.flatten(value)
+    assert [len(x) for x in leaves] == [1, 1, 2, 3, 4]
+    assert [path for path, _ in tree.paths(value)] == ["a.logits", "a.note", "b.x", "c.y[0]", "d.data.z"]
+    new = [x + 1 for x in leaves]
+    back = tree.unflatten(new, spec)
+    assert {k: type(v) for k, v in back.items()} == {k: type(v) for k, v in value.items()}
+    assert back["a"]["logits"] is new[0]
+    assert back["a"].note is new[1]
+    assert back["b"].x is new[2]
+    assert back["b"]["x"] is new[2]
+    assert back["c"].y[0] is new[3]
+    assert back["d"]["z"] is new[4]
+    assert tree.opaque(leaves) == []
+    assert tree.flatten({**value, "b": Open(w=torch.ones(2))})[1] != spec
 
 
 def test_whether_a_value_still_is_of_its_leaves() -> None:
