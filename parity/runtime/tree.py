@@ -118,3 +118,9 @@ def cloned(value: Any) -> Any:
     """The same structure with its tensors cloned."""
     leaves, spec = flatten(value)
     return unflatten([x.clone() if isinstance(x, Tensor) else x for x in leaves], spec)
+
+
+def leafed(value: Any) -> Any:
+    """The same structure with its tensors cloned and cut off from what made them; those that require gradients are leaves that do."""
+    leaves, spec = flatten(value)
+    return unflatten([x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves], spec)

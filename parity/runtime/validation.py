@@ -45,8 +45,7 @@ def differs(entry: Entry, region: Callable[..., Any], module: nn.Module | None, 
         for name, values in (("this input", leaves), ("a second probe", second_probe(leaves)), ("this input again", leaves)):
 
             def eager(values: list[Any] = values) -> Any:
-                fresh = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values]
-                args, kwargs = tree.unflatten(fresh, spec)
+                args, kwargs = tree.leafed(tree.unflatten(values, spec))
                 return region(*args, **kwargs)
 
             def graphed(values: list[Any] = values) -> Any:

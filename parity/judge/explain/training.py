@@ -58,7 +58,7 @@ def _looked(bench: TrainBench) -> tuple[Tour, list[Reason], Tour, set[str]]:
             del loss
         kept = _kept_graphs(subject)
         inner = tour(
-            lambda *args: _both_ways(bench, subject, args), _fresh(given[-1]), subject.network, certifies=bench.engine.certifies
+            lambda *args: _both_ways(bench, subject, args), tree.leafed(given[-1]), subject.network, certifies=bench.engine.certifies
         )
         subject.module.zero_grad(set_to_none=True)
         whole, other = (
@@ -83,12 +83,6 @@ def _shapes(whole: Tour) -> dict[str, tuple[Any, ...]]:
     for call in whole.root.walk():
         found[call.piece] = (*found.get(call.piece, ()), call.shapes)
     return found
-
-
-def _fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    leaves, spec = tree.flatten(args)
-    made: tuple[Any, ...] = tree.unflatten([x.detach().clone() if isinstance(x, Tensor) else x for x in leaves], spec)
-    return made
 
 
 def _both_ways(bench: TrainBench, subject: TrainSubject, args: tuple[Any, ...]) -> Any:

@@ -228,7 +228,7 @@ class BareTraining:
         more: dict[str, Any] = {}
         if "capture_error_mode" in inspect.signature(torch.cuda.make_graphed_callables).parameters:
             more["capture_error_mode"] = "thread_local"
-        sample: Any = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in network.tensors())
+        sample: Any = tree.leafed(tuple(network.tensors()))
         stream = torch.cuda.current_stream()
         graphed: Any = None
         try:

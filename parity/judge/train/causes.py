@@ -91,9 +91,7 @@ class _Region:
         return tree.unflatten(kept, spec)
 
     def args(self, probe: str) -> tuple[Any, ...]:
-        leaves, spec = tree.flatten(self._given[probe])
-        copied = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]
-        made: tuple[Any, ...] = tree.unflatten(copied, spec)
+        made: tuple[Any, ...] = tree.leafed(self._given[probe])
         return made
 
     def _seen(self, probe: str) -> tuple[Any, ...]:

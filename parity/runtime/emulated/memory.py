@@ -46,11 +46,7 @@ class Block:
 def block_of(tensor: Tensor) -> Block | None:
     try:
         storage = tensor.untyped_storage()
-    except (
-        RuntimeError,
-        NotImplementedError,
-        ValueError,
-    ):  # sparse, functional and uninitialised ones have none: they stay on the host
+    except (RuntimeError, NotImplementedError, ValueError):  # of sparse, functional and uninitialised ones, which stay on the host
         return None
     return getattr(storage, BLOCK, None)
 
