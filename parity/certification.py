@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from parity.judge.outcome import Outcome
-from parity.judge.verdict import SAFE
 from parity.record.bench import read_benches
 from parity.record.evidence import EvidenceFile, evidence_path, read_all
-from parity.record.explanation import recorded, render
 from parity.record.files import RecordError
 from parity.record.fresh import missing_or_stale, study_fingerprint
-from parity.record.grade import cause_of, graded
 from parity.record.learned import EXPLAINED, FIELD, learned
 from parity.record.line import CONTROLS, Record, is_expected, record_of, rerun, subject, validate
 from parity.record.report import write_reports
@@ -76,14 +73,22 @@ class Tally:
 
     @property
     def exit_code(self) -> int:
-        """0 as expected, 1 a difference, 2 a control survived: nothing else is to be trusted then (DESIGN section 9)."""
-        return 2 if self.survived else 1 if self.unexpected else 0
+        """0 as expected, 1 a difference, 2 a control survived, or nothing that was asked for could be judged: such a run would be
+        green whatever the models do (DESIGN section 9)."""
+        return 2 if self.survived or self.absent else 1 if self.unexpected else 0
+
+    @property
+    def absent(self) -> bool:
+        """Whether all rows but the controls are unavailable, and none is declared so."""
+        asked = [r for r in self.records if r["zoo"] != CONTROLS]
+        return bool(asked) and all(r["verdict"] == "unavailable" and not is_expected(r) for r in asked)
 
 
 class Certification:
     """``rows`` judged on ``engine``; the environment is what a probing child reported. ``emulated``: the rows instead, where that is
     the engine. ``controls``: whether ``with_controls`` adds to them. ``reports`` None: nothing is written. ``explain``: whether refused
-    rows are studied after all were judged. ``notes``: what kept a study from happening."""
+    rows are studied after all were judged. ``notes``: what kept a study from happening. ``left``: which of ``rows`` are not judged
+    since the engine is emulated, and the options that ask for them."""
 
     def __init__(
         self,
@@ -103,7 +108,9 @@ class Certification:
         probed = probe(catalogue.sources, engine, sorted({row.zoo for row in rows} | ({CONTROLS} if controls else set())))
         self.engine: str = probed["engine"]
         self.environment: Mapping[str, Any] = probed["environment"]
+        self.left = ""
         if self.engine == "emulated" and emulated is not None:
+            self.left = left_out(rows, emulated)
             rows = emulated
         if controls:
             rows = with_controls(catalogue, rows)
@@ -260,34 +267,10 @@ def screened_modes(rows: Sequence[Row], modes: Sequence[str] = ()) -> list[Row]:
     return [r for r in rows if modes or r.mode == "inference"] or list(rows)
 
 
-def line(record: Record) -> str:
-    """One line for a person: verdict, and of training the class, row, cause, proof, place."""
-    told = record["message"] if record["verdict"] == "unavailable" else cause_of(record)
-    cause = f"  {told}" if told else ""
-    proof = f"  proved by {', '.join(record['proof'])}" if record.get("proof") else ""
-    where = f"  {record['where']}" if record["where"] else ""
-    mark = "" if is_expected(record) else f"  (expected {record['expected']})"
-    return f"{graded(record):<13} {record['id']}{cause}{proof}{where}{mark}"
-
-
-def explanation(record: Record) -> str:
-    """Why a record is not the expected one, how to see it again, and what a study of it told."""
-    detail = record["detail"] or record["message"]
-    declared = f"{record['expected']} ({record['expected_reason']})" if record["expected_reason"] else record["expected"]
-    better = record["verdict"] in SAFE and record["expected"] not in SAFE
-    advice = (
-        f"It does better than declared: take the expectation for arm {record['arm']!r} out of the family's declaration."
-        if better
-        else "If this verdict is right and known, declare it with a reason in the family's `expected`."
-    )
-    why = ["", render(recorded(record))] if FIELD in record else []
-    return "\n".join(
-        [
-            f"{record['id']} is {graded(record)} ({cause_of(record) or 'no cause needed'}), expected {declared}",
-            f"  check:   {record['check'] or '-'}: {detail or '-'}",
-            f"  where:   {record['where'] or '-'}",
-            f"  again:   {record['command']}",
-            f"  {advice}",
-            *why,
-        ]
-    )
+def left_out(asked: Sequence[Row], judged: Sequence[Row]) -> str:
+    """What of ``asked`` is not in ``judged``, and how to ask for it; empty for nothing."""
+    kept = {row.id for row in judged}
+    left = [row for row in asked if row.id not in kept and row.zoo != CONTROLS]
+    modes = {row.mode for row in judged if row.zoo != CONTROLS}
+    options = {f"--mode {row.mode}" if row.mode not in modes else f"--arm {row.arm}" for row in left}
+    return f"{len(left)} row{'s' * (len(left) != 1)}; {', '.join(sorted(options))} would judge them" if left else ""

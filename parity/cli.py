@@ -121,15 +121,14 @@ def certify(
     which only screens, the arm is `graphed` unless others are named, and the mode is inference unless --mode names training; on a GPU
     both modes are judged.
 
+    Exit code 2, too, where nothing that was asked for could be judged, since its zoo is not installed.
+
+    \b
     Examples:
-
-      parity certify --zoo libreyolo                     everything of one zoo, at its recommended sizes
-
-      parity certify --family yolo9 --arm native         one family, one way to run it
-
-      parity certify --zoo libreyolo --mode training     its training steps: fp16, bf16 and fp32
-
-      parity certify my_case.py --json                   one module of yours, the bare arm first
+      parity certify --zoo libreyolo                  a zoo, recommended sizes
+      parity certify --family yolo9 --arm native      one way to run a family
+      parity certify --zoo libreyolo --mode training  fp16, bf16 and fp32 steps
+      parity certify my_case.py --json                a module of your own
     """
     if unknown := [c for c in cases or [] if not c.endswith(".py")]:
         raise DiscoveryError(f"{unknown[0]}: not a case file (*.py); families are named with --family")
@@ -145,7 +144,7 @@ def certify(
     )  # fmt: skip
     goes_on = "runs"
     try:
-        with Progress(console, len(run.rows), run.engine) as progress:
+        with Progress(console, run.rows, run.engine) as progress:
             for record in run.run():
                 progress.advance(record)
             goes_on = "explains"
@@ -177,7 +176,10 @@ def report(
 ) -> None:
     """Rebuild SUPPORTS_CUDA_GRAPH.json and SUPPORT_MATRIX.md from evidence, from files alone.
 
-    Example: parity report --merge a/evidence/x.shard-1-of-2.jsonl --merge b/evidence/x.shard-2-of-2.jsonl
+    \b
+    Examples:
+      parity report
+      parity report --merge x.shard-1-of-2.jsonl --merge x.shard-2-of-2.jsonl
     """
     if merge:
         first = read_evidence(merge[0])
@@ -209,7 +211,12 @@ def gate(
     """Compare evidence with the committed allowlist: regressions, unlisted successes, missing rows and zero captures all fail;
     of training also another class and a weaker proof.
 
-    Example: parity gate out/evidence/nvidia-h200-sm90-torch2.11.0-cu130.jsonl --zoo libreyolo
+    Emulated evidence is left out: it certifies nothing.
+
+    \b
+    Examples:
+      parity gate --zoo libreyolo
+      parity gate --reports fresh --allowlist reports/SUPPORTS_CUDA_GRAPH.json
     """
     catalogue = discover(sources_of(families))
     chosen = catalogue.select(_selection(zoo, family, task, mode, arm, dtype, size))
@@ -232,7 +239,8 @@ def gate(
         if findings:
             typer.echo(gates.render(findings))
         told = f"{len(findings)} finding{'s' * (len(findings) != 1)} in {len(groups)} environment{'s' * (len(groups) != 1)}"
-        typer.echo(told if groups else "no evidence to compare")
+        lacking = f"no evidence of a GPU in {reports / 'evidence'}, so nothing to compare; `parity certify --engine cuda` records it"
+        typer.echo(told if groups else lacking)
     raise typer.Exit(gates.exit_code(findings) if groups else 2)
 
 

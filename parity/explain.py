@@ -144,12 +144,10 @@ def explain(
 ) -> None:
     """Say why a model cannot be captured or replays wrong numbers: cause, operation, line, submodule, what to do, where to cut.
 
+    \b
     Examples:
-
       parity explain libreyolo/ppyoloe/detect/inference/256px-b1-float32/bare
-
       parity explain torchvision.models:resnet18 --input 1x3x224x224
-
       parity explain my_case.py --json
     """
     with ExitStack() as stack:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from parity.certification import Certification, explanation, screened_modes
+from parity.certification import Certification, screened_modes
 from parity.record.explanation import recorded, render
 from parity.record.files import RecordError
 from parity.record.learned import FIELD
 from parity.record.line import Record, is_expected, rerun
+from parity.record.told import explanation
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover, usual_sources
 from parity.rows.row import ARMS, MODES, Row
 from parity.run.nursery import RunError
@@ -69,8 +70,8 @@ def catalogue_of(config: pytest.Config) -> Catalogue:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "row" not in metafunc.fixturenames or metafunc.module.__name__ != "parity.test_matrix":
-        return
+    if "row" not in metafunc.fixturenames or metafunc.function.__module__ != "parity.test_matrix":
+        return  # by its function: a zoo's own test file imports it
     try:
         rows = catalogue_of(metafunc.config).select(selection_of(metafunc.config))
     except DiscoveryError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -11,19 +11,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from parity.certification import Certification, explanation, line
+from parity.certification import Certification
 from parity.judge.outcome import CLASSES
 from parity.judge.verdict import VERDICTS
 from parity.record.grade import graded
 from parity.record.line import CONTROLS, Record, is_expected
+from parity.record.told import explanation, line
+from parity.rows.row import Row
 
 
 class Progress:
-    """A bar on a terminal; where there is none, a line per row, so that a log shows what went on."""
+    """A bar on a terminal; where there is none, a line per row, so that a log shows what went on. Controls that do what they must are
+    told of only where nothing else was asked for: 60 lines of ``wrong`` hide the one that matters."""
 
-    def __init__(self, console: Console, total: int, engine: str) -> None:
+    def __init__(self, console: Console, rows: Sequence[Row], engine: str) -> None:
         self.console = console
         self.records: list[Record] = []
+        self.controls = all(row.zoo == CONTROLS for row in rows)
         self.bar = Bar(
             TextColumn(f"{engine}"),
             BarColumn(),
@@ -34,7 +38,7 @@ class Progress:
             console=console,
             disable=not console.is_terminal,
         )
-        self.task = self.bar.add_task("", total=total)
+        self.task = self.bar.add_task("", total=len(rows))
 
     def __enter__(self) -> Progress:
         self.bar.__enter__()
@@ -46,7 +50,8 @@ class Progress:
     def advance(self, record: Record) -> None:
         self.records.append(record)
         self.bar.update(self.task, advance=1, description=counted(self.records))
-        if not self.console.is_terminal or not is_expected(record):
+        told = not self.console.is_terminal and (self.controls or record["zoo"] != CONTROLS)
+        if told or not is_expected(record):
             self.console.print(line(record), markup=False, highlight=False, soft_wrap=True)
 
     def explaining(self, done: int, total: int, name: str) -> None:
@@ -77,14 +82,18 @@ def print_summary(console: Console, run: Certification, wanted: set[str]) -> Non
     for why, count in absent.items():
         console.print(f"{count} not judged: {why}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for record in run.tally.unexpected:
-        console.print(explanation(record), markup=False, highlight=False, soft_wrap=True)
+        console.print("\n" + explanation(record), markup=False, highlight=False, soft_wrap=True)
     for note in run.notes:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     missing = len(wanted - {r["id"] for r in run.tally.records})
     if missing and not run.shard:
         console.print(f"{missing} of the rows asked for were not judged", style="red")
+    if run.left:
+        console.print(f"left out without a GPU: {run.left}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if run.tally.survived:
         names = ", ".join(sorted({r["family"] for r in run.tally.survived}))
         console.print(f"This run is void: {CONTROLS} that must do otherwise: {names}", style="bold red")
+    elif run.tally.absent:
+        console.print("This run is void: nothing that was asked for could be judged", style="bold red")
     elif run.path is not None:
         console.print(f"evidence: {run.path}", markup=False)

@@ -1,4 +1,4 @@
-"""The matrix: one test per row, its id the row's. ``pytest parity/ -k yolox``."""
+"""The matrix: one test per row, its id the row's. ``pytest parity/ -k yolox``; a zoo's own tests import ``test_row``."""
 
 from __future__ import annotations
 

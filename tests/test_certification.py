@@ -6,7 +6,7 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,26 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from parity import certification
-from parity.certification import STUDY, Certification, explanation, groups_of, line, rerun, screened, shard_of, with_controls
+from parity.certification import (
+    STUDY,
+    Certification,
+    groups_of,
+    left_out,
+    rerun,
+    screened,
+    shard_of,
+    with_controls,
+)  # fmt: skip
 from parity.cli import main
 from parity.judge.outcome import Outcome
+from parity.judge.verdict import as_expected
 from parity.progress import Progress, print_summary
 from parity.record.evidence import read_evidence
 from parity.record.files import RecordError
-from parity.record.line import record_of
+from parity.record.line import record_of, verdict
+from parity.record.told import explanation, line
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover
+from parity.rows.family import Expect
 from parity.rows.row import ARMS, Row, Settings
 from parity.run.isolate import Options
 
@@ -317,7 +329,9 @@ def test_a_run_goes_on_from_a_line_that_was_cut_off(catalogue: Catalogue, tmp_pa
     list(run.run())
     assert FakePool.judged == [lost] if resume else lost in FakePool.judged
     assert {r["id"] for r in read_evidence(first.path)} == {row.id for row in rows}
-    assert run.notes == [f"{first.path}:{len(rows)}: the last line was cut off; moved to {first.path.name}.partial, its row runs again"]
+    assert run.notes == [
+        f"{first.path}:{len(rows)}: the last line was cut off; moved to {first.path.name}.partial, its row is missing until it runs"
+    ]
 
 
 def test_what_would_keep_the_reports_from_being_written_is_told_before_anything_is_judged(catalogue: Catalogue, tmp_path: Path) -> None:
@@ -463,7 +477,7 @@ def test_resuming_explains_what_is_not_and_what_an_older_study_told(
 
 def test_progress_tells_how_many_are_explained(catalogue: Catalogue) -> None:
     console = Console(file=io.StringIO(), width=200)
-    with Progress(console, 0, "emulated") as progress:
+    with Progress(console, [], "emulated") as progress:
         progress.explaining(1, 2, SABOTAGED)
     assert console.file.getvalue() == f"explaining 1 of 2: {SABOTAGED}\n"  # type: ignore[attr-defined]
 
@@ -515,7 +529,8 @@ def test_a_refused_row_in_real_children(tmp_path: Path) -> None:
 def test_an_explained_row_says_why_in_its_words(catalogue: Catalogue) -> None:
     _, ((found,),) = explained(catalogue, "sabotaged")
     told = explanation(found)
-    assert told.startswith(explanation({name: value for name, value in found.items() if name != "explanation"}))
+    without = explanation({name: value for name, value in found.items() if name != "explanation"}).splitlines()
+    assert [told.splitlines()[0], *told.splitlines()[-2:]] == [without[0], *without[-2:]]
     assert "cut        Seam(pieces=('stem',)" in told
     assert "first off  call 2 (probe B), in head: aten::mul" in told
 
@@ -555,11 +570,82 @@ def test_an_explanation_says_why_where_how_again_and_what_to_do(catalogue: Catal
     told = explanation(record(catalogue, row))
     assert told.splitlines() == [
         "small/sabotaged/detect/inference/b1-float32/bare is wrong (python-counter), expected screened",
-        "  check:   replay: call B: output: 4 of 4 elements",
-        "  where:   _models.py:20 return x * self.calls",
-        "  again:   parity certify --zoo small --family sabotaged --task detect --mode inference --arm bare --engine emulated",
-        "  If this verdict is right and known, declare it with a reason in the family's `expected`.",
+        "  check      replay: call B: output: 4 of 4 elements",
+        "  line       _models.py:20 return x * self.calls",
+        "  again      parity certify --zoo small --family sabotaged --task detect --mode inference --arm bare --engine emulated",
+        "  settle     mend the model, or, if it is right and known, declare it in the family: "
+        'expected={"bare": (Expect("wrong", "why, for a stranger", "python-counter"),)}',
     ]
+
+
+def test_the_declaration_it_proposes_is_one_and_makes_the_row_expected(catalogue: Catalogue) -> None:
+    (row,) = select(catalogue, "sabotaged")
+    proposed = explanation(record(catalogue, row)).rpartition("expected=")[2]
+    (expect,) = eval(proposed, {"Expect": Expect})["bare"]
+    assert as_expected(verdict(record(catalogue, row)), expect)
+
+
+@pytest.mark.parametrize(("status", "cure"), [("timed_out", "--timeout"), ("out_of_memory", "--slots 1"), ("crashed", "alone")])
+def test_of_a_child_that_never_told_a_verdict_no_declaration_is_proposed(catalogue: Catalogue, status: str, cure: str) -> None:
+    (row,) = select(catalogue, "sabotaged")
+    told = explanation(record(catalogue, row) | {"verdict": status, "cause": "unknown"})
+    assert cure in told.splitlines()[-1]
+    assert "Expect(" not in told
+
+
+def test_what_an_explained_row_tells_stands_there_once(catalogue: Catalogue, tmp_path: Path) -> None:
+    _, groups = explained(catalogue, "sabotaged", reports=tmp_path)
+    told = explanation(groups[0][0])
+    assert told.count("_models.py:20") == 2, "its line, and where it went off first"
+    assert told.count("call B: output: 4 of 4 elements") == 1
+    assert "cannot be seen here" not in told, "as long as all the rest, and the same for every row"
+
+
+def test_a_run_of_which_nothing_could_be_judged_is_void(catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = lambda row, survivor=False: Outcome(row.id, "unavailable", message="not installed")  # noqa: E731
+    monkeypatch.setattr("doors.outcome_of", lambda row, survivor=False: (lacks if row.zoo == "small" else outcome_of)(row))
+
+    def exit_code(*families: str) -> int:
+        run = Certification(catalogue, with_controls(catalogue, select(catalogue, *families)))
+        list(run.run())
+        console = Console(file=io.StringIO(), width=200)
+        print_summary(console, run, set())
+        assert ("This run is void: nothing that was asked for" in console.file.getvalue()) == (run.tally.exit_code == 2)  # type: ignore[attr-defined]
+        return run.tally.exit_code
+
+    assert exit_code("healthy") == 2
+    assert exit_code("gone") == 0, "declared"
+    assert exit_code("healthy", "gone") == 0, "what is declared says that somebody knows"
+    monkeypatch.setattr("doors.outcome_of", outcome_of)
+    assert exit_code("healthy") == 0
+
+
+def test_a_log_tells_of_controls_only_where_they_fail_or_are_asked_for(catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def log(rows: Sequence[Row]) -> list[str]:
+        console = Console(file=io.StringIO(), width=200)
+        with Progress(console, rows, "emulated") as progress:
+            for one in Certification(catalogue, rows).run():
+                progress.advance(one)
+        return [text.split()[1].split("/")[1] for text in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+    rows = with_controls(catalogue, select(catalogue, "ec"))
+    controls = [row for row in rows if row.zoo == "controls"]
+    assert log(rows) == ["ec"]
+    assert sorted(log(controls)) == ["must_fail", "must_pass"]
+    monkeypatch.setattr(FakePool, "survivor", True)
+    assert sorted(log(rows)) == ["ec", "must_fail"]
+
+
+def test_a_screened_run_says_what_it_left_out_and_how_to_ask_for_it(trains: Catalogue) -> None:
+    rows = select(trains, "healthy")
+    assert left_out(rows, rows) == ""
+    left = len(rows) - len(judged := screened(rows))
+    assert left_out(rows, judged) == f"{left} rows; --arm bare, --mode training would judge them"
+    run = Certification(trains, rows, emulated=judged)
+    list(run.run())
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(console, run, set())
+    assert f"left out without a GPU: {run.left}\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_unexpectedly_better_row_says_which_line_to_take_out(catalogue: Catalogue) -> None:
@@ -585,6 +671,6 @@ def test_a_line_and_an_explanation_of_training_tell_class_cause_and_proof(trains
     lines = explanation(record(trains, unproven)).splitlines()
     assert lines[0] == f"{unproven.id} is unproven (unknown), expected screened"
     assert lines[3] == (
-        "  again:   parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32 "
+        "  again      parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32 "
         "--engine emulated"
     )

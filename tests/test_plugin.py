@@ -78,8 +78,8 @@ def test_everything_selected_is_tested_and_each_outcome_is_told(zoo: Path) -> No
     assert told == {row: expected.get(row.split("/")[1], "PASSED") for row in told}
     # the message of the fault: what, where, and the command that shows it again
     assert "small/sabotaged/detect/inference/b1-float32/bare is wrong (python-counter), expected screened" in run.stdout
-    assert "where:   _models.py:20 return x * self.calls" in run.stdout
-    assert "again:   parity certify --zoo small --family sabotaged --task detect --mode inference --arm bare" in run.stdout
+    assert re.search(r"  line +_models\.py:20\n +return x \* self\.calls", run.stdout)
+    assert "again      parity certify --zoo small --family sabotaged --task detect --mode inference --arm bare" in run.stdout
     # the declaration that does not hold any more, and how to change it
     assert "is screened (no cause needed), expected wrong (scales every result by a Python counter)" in run.stdout
     assert "take the expectation for arm 'bare' out of the family's declaration" in run.stdout
@@ -99,7 +99,8 @@ def test_a_refused_row_tells_why_and_where_to_cut(zoo: Path) -> None:
     }
     failed, _, passed = run.stdout.partition("= PASSES =")
     for text, family in ((failed, "sabotaged"), (passed, "known")):
-        assert f"small/{family}/detect/inference/b1-float32/bare: wrong (python-counter), on the emulated engine" in text
+        assert f"small/{family}/detect/inference/b1-float32/bare" in text
+        assert "check      replay: call B: output: 4 of 4 elements" in text
         assert "cut        Seam(pieces=('stem',), reason='it counts')" in text
     for word in ("--no-explain", "--maxfail=2"):
         without = pytest_(zoo, "-v", "-rP", "--family", "known", "--family", "sabotaged", "--arm", "bare", word)
@@ -112,6 +113,14 @@ def test_k_takes_substrings_and_family_is_exact(zoo: Path) -> None:
     exact = results(pytest_(zoo, "-v", "--family", "ec"))
     assert {row.split("/")[1] for row in substring} > {"ec"}  # every 'detect' too
     assert exact == {"small/ec/detect/inference/b1-float32/graphed": "PASSED"}
+
+
+def test_a_test_file_of_the_zoos_own_may_import_the_matrix(zoo: Path) -> None:
+    (zoo / "test_parity_of_small.py").write_text("from parity.test_matrix import test_row\n\n\ndef test_other():\n    pass\n")
+    run = pytest_(zoo, "test_parity_of_small.py", "-v", "-k", "healthy and pose or other", "--ignore=parity")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert set(results(run)) == {f"small/healthy/pose/inference/b1-float32/{arm}" for arm in ("bare", "graphed")}
+    assert "test_parity_of_small.py::test_other PASSED" in run.stdout
 
 
 def test_k_with_a_family_name(zoo: Path) -> None:
@@ -162,7 +171,7 @@ def test_training_rows_have_their_id_a_marker_and_options(trains: Path) -> None:
     assert run.returncode == 1
     assert "is unproven (unknown), expected screened" in run.stdout
     assert (
-        "again:   parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32"
+        "again      parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32"
         in run.stdout
     )
     run = pytest_(trains, "--collect-only", "-q", "--mode", "training", "--family", "healthy", "--arm", "native")
@@ -226,7 +235,7 @@ def test_a_survivor_in_real_children_and_evidence_on_demand(tmp_path: Path) -> N
         "small/sabotaged/detect/inference/b1-float32/bare": "FAILED",
         "case/mine/inference/inference/b1-float32/bare": "FAILED",
     }
-    assert f"again:   parity certify {tmp_path / 'mine.py'} --arm bare --engine emulated" in run.stdout
+    assert f"again      parity certify {tmp_path / 'mine.py'} --arm bare --engine emulated" in run.stdout
     (records,) = read_all(tmp_path / "out").values()
     assert {r["id"] for r in records} >= set(told)
     assert {r["family"] for r in records if "explanation" in r} == {"sabotaged"}, "neither a control nor a case file"

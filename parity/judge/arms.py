@@ -45,6 +45,12 @@ class EagerArm:
         return []
 
 
+def _fill(statics: list[Any], given: list[Any]) -> None:
+    for static, value in zip(statics, given, strict=True):
+        if isinstance(static, Tensor):
+            static.copy_(value)
+
+
 @dataclass
 class _Recorded:
     graph: Any
@@ -52,15 +58,14 @@ class _Recorded:
     output: Any
 
     def replay(self, args: Any) -> Any:
-        for static, given in zip(self.inputs, tree.flatten(args)[0], strict=True):
-            if isinstance(static, Tensor):
-                static.copy_(given)
+        _fill(self.inputs, tree.flatten(args)[0])
         self.graph.replay()
         return tree.cloned(self.output)
 
 
 class BareArm:
-    """torch's own capture with warm-up undone and nothing of ours: no liveness, no invalidation. Arguments that are no tensors stay
+    """torch's own capture with warm-up undone and nothing of ours: no liveness, no invalidation. It warms up on the tensors that the
+    graph will read, as torch's documentation has it. Arguments that are no tensors stay
     what they were at capture, as they do for whoever wraps a callable in torch.cuda.graph. Results are cloned out of the graph."""
 
     def __init__(self, subject: Subject, warmup: int = 2) -> None:
@@ -83,32 +88,39 @@ class BareArm:
 
     def _record(self, args: Any) -> _Recorded:
         region, module = self._subject.region, self._subject.module
-        static = tree.cloned(args)
+        given = tree.flatten(args)[0]
+        static, spec = tree.flatten(tree.cloned(args))
+
+        def again() -> Any:
+            """The arguments, in the tensors that the graph will read; each call may change the containers that it is given."""
+            _fill(static, given)
+            return tree.unflatten(static, spec)
+
         streams = rng.save()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with kept(module), torch.cuda.stream(stream):
                 for _ in range(self._warmup - 1):
-                    region(*tree.cloned(args))
-                traced = trace(region, tree.cloned(args), module)
+                    region(*again())
+                traced = trace(region, again(), module)
             torch.cuda.current_stream().wait_stream(stream)
         finally:
             rng.restore(streams)
         traced.result = None
-        graph = torch.cuda.CUDAGraph()
+        graph, statics = torch.cuda.CUDAGraph(), again()
         try:
             with (
                 kept(module),
                 torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
             ):
-                output = region(*static)
+                output = region(*statics)
         except Exception as error:
             raise explain(error, traced) from error
         rng.restore(streams)
         self._pool = graph.pool()
         self.traces.append(traced)
-        return _Recorded(graph, tree.flatten(static)[0], output)
+        return _Recorded(graph, static, output)
 
     def statics(self) -> list[Tensor] | None:
         held = [x for r in self._recorded.values() for x in [*r.inputs, *tree.flatten(r.output)[0]]]

@@ -9,33 +9,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from parity.judge.explain.streams import StreamWatch
-from parity.judge.explain.tour import launches
 from parity.judge.subject import Bench
-from parity.runtime.engine import on_device
+from parity.judge.traced import Script, on_a_stream, traced
 from parity.runtime.errors import CaptureRefused
 from parity.runtime.liveness import held_tensors
-from parity.runtime.source import user_line
-from parity.runtime.state import data_of
 
 _COUNTED = {"names": "python-counter", "scalars": "python-counter", "shapes": "python-counter", "hosts": "host-state"}
 _DECIDED = {"names": "python-branch", "shapes": "python-branch", "scalars": "stale-constant", "hosts": "stale-constant"}
 _CALLED = dict.fromkeys(("hosts", "state"), "values of a host tensor read by")
-_LITERAL = torch.ops.aten.lift_fresh.default
-"""What is handed Python's values, just put into a tensor: they are scalars of the call."""
 _EQUAL_CALLS = 5
 """As many as an arm makes before it is judged to repeat itself: what changes path at the fifth call is found too."""
-_HOST_LIMIT = 4096
 _DEPTH = 3
 _OWN = frozenset(vars(nn.Module()))
 
@@ -47,85 +37,6 @@ class Finding:
     detail: str = ""
 
 
-@dataclass
-class _Script:
-    """One traced call: per op its name, its shapes, its scalars, the values it reads on the host, and those of them that the call did
-    not make (``state``); storages read that the call did not make, storages made."""
-
-    names: list[str] = field(default_factory=list)
-    shapes: list[tuple[Any, ...]] = field(default_factory=list)
-    scalars: list[tuple[Any, ...]] = field(default_factory=list)
-    hosts: list[tuple[Any, ...]] = field(default_factory=list)
-    state: list[tuple[Any, ...]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    read: dict[int, str] = field(default_factory=dict)
-    made: dict[int, StorageWeakRef] = field(default_factory=dict)
-    outputs: set[int] = field(default_factory=set)
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self, streams: StreamWatch | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.script = _Script()
-        self._streams = streams
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        script, line = self.script, user_line()
-        leaves = tree_leaves((args, kwargs or {}))
-        for tensor in leaves:
-            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in script.made:
-                script.read.setdefault(key, line)
-        hosts = [x for x in leaves if isinstance(x, Tensor) and not on_device(x)]
-        kept = tuple(_values(x) for x in hosts if x.untyped_storage()._cdata not in script.made)
-        read = tuple(map(_values, hosts))
-        scalars = tuple(repr(x) for x in leaves if not isinstance(x, Tensor))
-        if func is _LITERAL:
-            kept, read, scalars = (), (), (*scalars, *map(repr, read))
-            script.read.pop(leaves[0].untyped_storage()._cdata, None)
-        out = func(*args, **(kwargs or {}))
-        results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        if self._streams is not None and launches(func) and any(map(on_device, results)):
-            self._streams.launch(func.name(), line)
-        for tensor in results:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in script.read:
-                script.made[storage._cdata] = StorageWeakRef(storage)
-        script.names.append("torch.tensor" if func is _LITERAL else func.name())
-        script.shapes.append(tuple(tuple(t.shape) for t in results))
-        script.scalars.append(scalars)
-        script.hosts.append(read)
-        script.state.append(kept)
-        script.lines.append(line)
-        return out
-
-
-def _values(tensor: Tensor) -> Any:
-    """The bytes of a small host tensor; of a large one only how many there are."""
-    if tensor.layout is not torch.strided or tensor.numel() > _HOST_LIMIT:
-        return tensor.numel()
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[no-untyped-call, unused-ignore]
-        return tensor.tolist() if tensor.numel() < 5 else bytes(data_of(tensor).tolist())
-
-
-def _traced(forward: Callable[..., Any], args: tuple[Any, ...], streams: StreamWatch | None = None) -> tuple[_Script, Any]:
-    recorder = _Recorder(streams)
-    with recorder:
-        out = forward(*args)
-    recorder.script.outputs = {t.untyped_storage()._cdata for t in tree_leaves(out) if isinstance(t, Tensor)}
-    return recorder.script, out
-
-
-def _on_a_stream(forward: Callable[..., Any], args: tuple[Any, ...]) -> tuple[_Script, Any, list[CaptureRefused]]:
-    """One call on a stream of its own, as a capture has it, with what no capture of it could join."""
-    told: list[CaptureRefused] = []
-    streams, stream = StreamWatch(told.append), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), streams.entered():
-        script, out = _traced(forward, args, streams)
-    torch.cuda.current_stream().wait_stream(stream)
-    return script, out, told
-
-
 def _first(mine: list[Any], theirs: list[Any]) -> int | None:
     """The first place where they differ; where one goes on after the other's end, that end."""
     if mine == theirs:
@@ -133,7 +44,7 @@ def _first(mine: list[Any], theirs: list[Any]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
 
 
-def _apart(mine: _Script, theirs: _Script, causes: dict[str, str]) -> Finding | None:
+def _apart(mine: Script, theirs: Script, causes: dict[str, str]) -> Finding | None:
     for what, cause in causes.items():
         one, other = getattr(mine, what), getattr(theirs, what)
         place = _first(one, other)
@@ -147,7 +58,49 @@ def _apart(mine: _Script, theirs: _Script, causes: dict[str, str]) -> Finding | 
     return None
 
 
-def _counted(mine: _Script, theirs: _Script) -> Finding | None:
+def _handed_out(mine: Script, theirs: Script, value: str, count: str) -> Finding | None:
+    """Results that are no tensors, and how many there are."""
+    place = _first(mine.results, theirs.results)
+    if place is None:
+        return None
+    if len(mine.results) != len(theirs.results):
+        return Finding(count, "", f"one call returns {len(mine.results)} leaves and another {len(theirs.results)}")
+    return Finding(
+        value, "", f"leaf {place} of the results is {theirs.results[place]:.80} in one call and {mine.results[place]:.80} in another"
+    )
+
+
+def _elsewhere(mine: Script, theirs: Script, named: dict[int, str], cause: str) -> Finding | None:
+    """Calls that do the same, with other weights."""
+    for place, (one, other) in enumerate(zip(mine.used, theirs.used, strict=False)):
+        for a, b in zip(one, other, strict=False):
+            if a != b and a in named and b in named:
+                return Finding(cause, mine.lines[place], f"{mine.names[place]} reads {named[b]} in one call and {named[a]} in another")
+    return None
+
+
+def _by_object(bench: Bench, forward: Callable[..., Any]) -> Finding | None:
+    """A call that goes another way for a tensor it has met has kept what it made of it, by identity or address; a graph's own inputs
+    are such tensors."""
+    args = bench.args("A")
+    first, second = traced(forward, args)[0], traced(forward, args)[0]
+    found = _apart(second, first, _DECIDED)
+    return (
+        None
+        if found is None
+        else Finding("stale-constant", found.where, f"kept for a tensor, whatever it holds by then: {found.detail}")
+    )
+
+
+def swallowed(found: Finding, refusals: list[CaptureRefused]) -> Finding:
+    """A capture that went well although the model does what none allows went another way: the model caught the refusal."""
+    for refusal in refusals:
+        if found.cause == "unknown" or (refusal.where and refusal.where == found.where):
+            return Finding(refusal.cause, refusal.where, f"refused while capturing, and the model went on without: {refusal.message}")
+    return found
+
+
+def _counted(mine: Script, theirs: Script) -> Finding | None:
     """What differs between two equal calls. A host tensor that outlives a call and was read with another value before anything else
     changed is the origin of the rest."""
     found = _apart(mine, theirs, _COUNTED)
@@ -194,18 +147,25 @@ def _holders(module: nn.Module) -> dict[int, str]:
     return {t.untyped_storage()._cdata: f", held as {path}" for path, t in named if t.layout is torch.strided}
 
 
+def _weights(module: nn.Module) -> list[tuple[str, Tensor]]:
+    named = [*module.named_parameters(), *module.named_buffers(), *held_tensors(module)]
+    return [(path, t) for path, t in named if t.layout is torch.strided and not t.is_nested]
+
+
 def diagnose(bench: Bench) -> Finding:
     """The cause of a wrong replay as far as an eager module shows it; ``unknown`` otherwise."""
     subject = bench.build()
     forward = subject.compose(subject.region)
-    scripts: list[_Script] = []
+    scripts: list[Script] = []
     outputs, held, holders = [], [], []
     strayed: list[CaptureRefused] = []
+    weights = _weights(subject.module)  # kept alive likewise
+    named = {t.untyped_storage()._cdata: path for path, t in reversed(weights)}
     for probe in ("A",) * (1 + _EQUAL_CALLS) + ("B",):  # the first call fills what is built lazily
         if scripts:
-            script, out = _traced(forward, bench.args(probe))
+            script, out = traced(forward, bench.args(probe))
         else:
-            script, out, strayed = _on_a_stream(forward, bench.args(probe))
+            script, out, strayed = on_a_stream(forward, bench.args(probe))
         scripts.append(script)
         outputs.append(out)  # kept alive: an address handed out again would look like an old one
         held.append(plain(subject.module))
@@ -216,7 +176,9 @@ def diagnose(bench: Bench) -> Finding:
     for before, after in pairwise([*equal, last]):
         if (found := _counted(before, after)) is not None:
             return replace(found, detail=found.detail + _moved(held[2], held[3]))
-    if (found := _apart(last, other, _DECIDED)) is not None:
+        if (found := _handed_out(after, before, "python-counter", "python-counter")) is not None:
+            return replace(found, detail=found.detail + _moved(held[2], held[3]))
+    if (found := _apart(last, other, _DECIDED) or _handed_out(other, last, "stale-constant", "python-branch")) is not None:
         return found
     before = equal[-1]
     for key, line in last.read.items():
@@ -225,7 +187,10 @@ def diagnose(bench: Bench) -> Finding:
             if key in before.outputs:
                 return Finding("output-aliasing", line, f"a call reads what an earlier call returned{holder}")
             return Finding("stale-address", line, f"a call reads a tensor that an earlier call made and put in another's place{holder}")
-    return Finding("unknown")
+    for before, after in pairwise([*equal, last]):
+        if (found := _elsewhere(after, before, named, "python-counter")) is not None:
+            return replace(found, detail=found.detail + _moved(held[2], held[3]))
+    return _elsewhere(other, last, named, "python-branch") or _by_object(bench, forward) or Finding("unknown")
 
 
 def diagnose_between(bench: Bench) -> Finding:
@@ -235,15 +200,15 @@ def diagnose_between(bench: Bench) -> Finding:
         return Finding("unknown")
     subject = bench.build()
     forward = subject.compose(subject.region)
-    first, _ = _traced(forward, bench.args("A"))
-    before, _ = _traced(forward, bench.args("A"))
+    first, _ = traced(forward, bench.args("A"))
+    before, _ = traced(forward, bench.args("A"))
     held = plain(subject.module)
     bench.family.between(subject.module)
     for key, line in before.read.items():
         if key in first.made and first.made[key].expired():
             return Finding("stale-address", line, "a call reads a tensor that an earlier call made, and that is dropped between calls")
     moved = _moved(held, plain(subject.module))
-    after, _ = _traced(forward, bench.args("A"))
+    after, _ = traced(forward, bench.args("A"))
     found = _apart(after, before, _DECIDED)
     return Finding("unknown") if found is None else replace(found, detail=found.detail + moved)
 
@@ -255,8 +220,8 @@ def diagnose_noise(bench: Bench) -> Finding:
     for _ in range(2):
         subject = bench.build()
         forward = subject.compose(subject.region)
-        _traced(forward, bench.args("A"))
-        scripts.append(_traced(forward, bench.args("A"))[0])
+        traced(forward, bench.args("A"))
+        scripts.append(traced(forward, bench.args("A"))[0])
     found = _counted(*scripts)
     if found is None:
         return Finding("nondeterministic-kernel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from parity.judge.bits import same
 from parity.judge.outcome import NETWORK_ERRORS
@@ -80,8 +82,12 @@ class AnyBench(Generic[S]):
                 raise BrokenRow(f"build() returned a {found}, not a {self.kind.__name__} around a torch.nn.Module")
             self.checked(subject.module)
         made: S = subject.to(DEVICE)
+        self.settle(made)
         seed_everything(self.seed)
         return made
+
+    def settle(self, subject: S) -> None:
+        """What a build still lacks once it is on the device."""
 
     def place(self) -> contextlib.AbstractContextManager[Any]:
         """Where builders put what they make."""
@@ -133,6 +139,13 @@ class Bench(AnyBench[Subject]):
     def checked(self, module: nn.Module) -> None:
         if self.patch:
             _lay_over(module, self.patch)
+
+    def settle(self, subject: Subject) -> None:
+        """Parameters that take their shape from the first call have it before anything is compared."""
+        if any(map(is_lazy, itertools.chain(subject.module.parameters(), subject.module.buffers()))):
+            seed_everything(self.seed)
+            with blamed(lambda: "the forward that gives parameters their shape"), torch.no_grad():
+                subject.compose(subject.region)(*self.args("A"))
 
     def variant(self, name: str) -> tuple[int, int] | None:
         """(size, batch) of '' (the row's own), 'size' or 'batch' (the check ``interleave``); None where there is no such one."""

@@ -12,7 +12,7 @@ import torch
 from parity.judge import census, stale
 from parity.judge.arms import ARMS, Arm, EagerArm
 from parity.judge.bits import Bundle, Difference
-from parity.judge.diagnose import Finding, diagnose, diagnose_between
+from parity.judge.diagnose import Finding, diagnose, diagnose_between, swallowed
 from parity.judge.outcome import INFERENCE_CHECKS, Check, Outcome
 from parity.judge.records import Record, Reference, around, between, forward, record, scale, snapshot, steps
 from parity.judge.script import INFERENCE, SEQUENCE, Step
@@ -149,7 +149,7 @@ class Walk:
         self.untouched += [d for d in differences if d.path.startswith("input ")]
         told = [d for d in differences if not d.path.startswith("input ")]
         if told:
-            raise _Failed(self._difference(step, told))
+            raise _Failed(self._difference(step, told, arm))
         between(self.bench, subject, step)
 
     def _capture_check(self, arm: Arm) -> None:
@@ -191,7 +191,7 @@ class Walk:
             raise _Failed(Check("held_outputs", "failed", f"a result already handed out changed: {changed[0]}", "output-aliasing"))
         self._pass("held_outputs", results=len(SEQUENCE))
 
-    def _difference(self, step: Step, differences: list[Difference]) -> Check:
+    def _difference(self, step: Step, differences: list[Difference], arm: Arm) -> Check:
         cause, detail = "unknown", f"{step.action} {step.probe} {step.variant}".rstrip() + f": {differences[0]}"
         figures: dict[str, Any] = {"differences": len(differences), "first": [str(d) for d in differences[:5]]}
         where = ""
@@ -203,7 +203,7 @@ class Walk:
         elif step.check in _MEANS:
             cause = _MEANS[step.check]
         elif step.check == "replay":
-            cause, where, detail = _told(diagnose(self.bench), detail)
+            cause, where, detail = _told(swallowed(diagnose(self.bench), self._refusals(arm)), detail)
         if cause == "unknown" and (gone := self._stale()):
             cause, detail = "stale-address", f"{detail}; read after it had died: {gone[0]}"
             figures["stale"] = gone[:5]
@@ -215,6 +215,11 @@ class Walk:
         if cause == "unknown" and all(d.path == "generator" for d in differences):
             cause = "rng"
         return Check(step.check, "failed", detail, cause, where, {**self.figures.get(step.check, {}), **figures})
+
+    def _refusals(self, arm: Arm) -> list[CaptureRefused]:
+        """What the capture was refused, or would have been where the traced call went, though it ended well."""
+        told = [CaptureRefused(v.cause, v.what, line) for t in arm.traces for v, line in t.violations]
+        return [r for g in self.watch.graphs for r in getattr(g, "refused", ())] + told
 
     def _stale(self) -> list[str]:
         """What the last replay read after it had died: as traced where the walk knows it, else as the engine tells it."""

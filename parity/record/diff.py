@@ -141,7 +141,7 @@ def render_diff(changes: Iterable[Change]) -> str:
             kind = change.kind
             lines.append(f"{kind}:")
         lines.append(f"  {change.row}: {change.message}" if change.row else f"  {change.message}")
-    return "\n".join(lines) + "\n" if lines else "nothing changed\n"
+    return "\n".join(lines) or "nothing changed"
 
 
 def exit_code(changes: Iterable[Change]) -> int:

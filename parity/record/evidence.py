@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from parity.record.files import RecordError, sync_folder, write_atomic, write_error
+from parity.record.files import FULL, RecordError, sync_folder, write_atomic, write_error
 from parity.record.line import Record, environment_name, mark_healed, validate
 
 
@@ -181,7 +181,9 @@ class EvidenceFile:
                 os.ftruncate(descriptor, end)
             except OSError as error:
                 raise write_error(beside, error) from error
-            self.messages.append(f"{self.path}:{number}: the last line was cut off; moved to {beside.name}, its row runs again")
+            self.messages.append(
+                f"{self.path}:{number}: the last line was cut off; moved to {beside.name}, its row is missing until it runs"
+            )
         else:
             self._write(descriptor, b"\n")
             self.records[record["id"]] = record
@@ -226,14 +228,19 @@ class EvidenceFile:
         try:
             if (written := os.write(descriptor, data)) != len(data):
                 os.ftruncate(descriptor, size)
-                raise RecordError(
-                    f"{self.path}: the disk is full ({written} of {len(data)} bytes fitted); every row is kept, "
-                    "make room and go on with `parity certify --resume`"
-                )
+                raise self._full(written, len(data))
             os.fsync(descriptor)
         except OSError as error:
             os.ftruncate(descriptor, size)
+            if error.errno in FULL:
+                raise self._full(0, len(data)) from error
             raise write_error(self.path, error) from error
+
+    def _full(self, written: int, wanted: int) -> RecordError:
+        return RecordError(
+            f"{self.path}: the disk is full ({written} of {wanted} bytes fitted); every row is kept, "
+            "make room and go on with `parity certify --resume`"
+        )
 
     @contextmanager
     def _locked(self) -> Iterator[int]:

@@ -6,6 +6,9 @@ import errno
 import os
 import tempfile
 from pathlib import Path
+from typing import Final
+
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RecordError(Exception):
@@ -17,7 +20,7 @@ class RecordError(Exception):
 
 def write_error(path: Path, error: OSError) -> RecordError:
     """The sentence for a write that failed, by its reason."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return RecordError(f"{path}: the disk is full; the file is as it was before, make room and run the same command again")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RecordError(f"{path}: may not be written ({error.strerror}); the file is as it was, change its rights or --reports")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parity.runtime.allowlist import Allowlist, AllowlistError
     from parity.runtime.errors import CaptureRefused, NotCertified, ParityError, StaleGraph
+    from parity.runtime.identity import Identity
     from parity.runtime.model import CudaGraphModel
     from parity.runtime.runner import GraphRunner
     from parity.runtime.seams import Seam
@@ -22,6 +23,7 @@ __all__ = [
     "CaptureRefused",
     "CudaGraphModel",
     "GraphRunner",
+    "Identity",
     "NotCertified",
     "ParityError",
     "Seam",
@@ -35,6 +37,7 @@ _ROOMS = {
     "CaptureRefused": "errors",
     "CudaGraphModel": "model",
     "GraphRunner": "runner",
+    "Identity": "identity",
     "NotCertified": "errors",
     "ParityError": "errors",
     "Seam": "seams",

@@ -25,10 +25,11 @@ from parity.runtime.capture import hooked, hooked_backward, kept_by_hooks, outli
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
-from parity.runtime.fresh import Outputs, Take, aliased, attributes_kept, changed, leaves_of, memory
+from parity.runtime.fresh import GradientsRead, Outputs, Take, aliased, leaves_of
 from parity.runtime.gradients import ODD, Handout, Layout, blank
 from parity.runtime.invalidation import LOCAL, generators
 from parity.runtime.liveness import Guarded, Read, Trace, trace
+from parity.runtime.memory import Memory, attributes_kept
 from parity.runtime.pool import CAPTURES, Pool
 from parity.runtime.state import unlike
 
@@ -110,7 +111,7 @@ def _check(take: Take, layouts: tuple[Layout, ...]) -> None:
     for leaf in leaves_of(outputs.tensors):
         if id(leaf) not in known:
             raise CaptureRefused(
-                "unknown", f"a {tuple(leaf.shape)} leaf gets a gradient that is no parameter of the module and no input"
+                "grad-accumulation", f"a {tuple(leaf.shape)} leaf gets a gradient that is no parameter of the module and no input"
             )
 
 
@@ -165,9 +166,9 @@ class _Recorder:
                 raise CaptureRefused("python-counter", "the backward writes to a buffer: it keeps count of something across steps")
         if any(not on_device(b) for b in self.buffers):
             raise CaptureRefused("host-state", "a step moves a buffer on the host, which a replay would not")
-        settled = memory(self.module)  # the first run may have filled caches for this shape
+        settled = Memory(self.module)  # the first run may have filled caches for this shape
         passed = self._again()
-        if place := changed(settled, memory(self.module)):
+        if place := settled.change(Memory(self.module)):
             raise CaptureRefused("python-counter", f"each step changes {place} of the module, which a replay would not")
         if _host(rng.save()) != host:
             raise CaptureRefused("host-state", "a step draws random numbers on the host, which a replay would repeat")
@@ -197,7 +198,7 @@ class _Recorder:
                 gc.collect()  # what only autograd kept is nobody's state
                 return results
 
-            with uncached():
+            with uncached(), GradientsRead():
                 found = trace(run, take.inputs, self.module)
         found.result = None
         if found.written:

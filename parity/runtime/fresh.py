@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from parity.runtime import tree
 from parity.runtime.errors import CaptureRefused
-from parity.runtime.liveness import held_tensors
+
+_READ: Final = inspect.getattr_static(Tensor, "grad").__get__
+_REENTRANT: Final = "CheckpointFunctionBackward"
 
 
 @dataclass
@@ -49,6 +53,15 @@ class Outputs:
 
     def differentiable(self) -> list[int]:
         return [i for i, t in enumerate(self.tensors) if t.requires_grad]
+
+
+class GradientsRead(TorchFunctionMode):
+    """Raises CaptureRefused where a forward reads the gradient of a parameter: the leaves of a capture have none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _READ and isinstance(args[0], nn.Parameter):
+            raise CaptureRefused("host-state", "the network reads the gradient of a parameter, which a step leaves anew each time")
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -94,36 +107,6 @@ def aliased(module: nn.Module, *, copies: bool) -> Iterator[Aliases]:
             where[name] = value
 
 
-def memory(module: nn.Module) -> dict[str, Any]:
-    """What Python may keep from step to step, by place: numbers and words in attributes, and tensors however nested."""
-    found: dict[str, Any] = dict(held_tensors(module))
-    for name, child in module.named_modules():
-        found.update({f"{name}.{k}".lstrip("."): v for k, v in vars(child).items() if type(v) in (bool, int, float, str, type(None))})
-    return found
-
-
-def changed(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """The first place that holds something else than before, or empty."""
-    for place in {**before, **after}:
-        was, now = before.get(place), after.get(place)
-        if was is not now and (isinstance(was, Tensor) or isinstance(now, Tensor) or was != now):
-            return place
-    return ""
-
-
-@contextlib.contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Puts every attribute back that is replaced, added or deleted. What is changed within a container stays."""
-    before = [(m, dict(vars(m))) for m in module.modules()]
-    try:
-        yield
-    finally:
-        for child, old in before:
-            for name in vars(child).keys() - old.keys():
-                delattr(child, name)
-            vars(child).update(old)
-
-
 def nodes_of(tensors: list[Tensor]) -> list[Any]:
     """The autograd graph behind some tensors."""
     seen: dict[Any, None] = {}
@@ -167,9 +150,13 @@ class Take:
 
     def backward(self, incoming: list[Any]) -> list[Tensor | None]:
         made = [self.outputs.tensors[i] for i in self.outputs.differentiable()]
+        if len(made) != len(incoming):
+            raise CaptureRefused("python-counter", "the network's outputs are others from one step to the next")
         roots = [(t, g) for t, g in zip(made, incoming, strict=True) if g is not None]
         if not roots or not self.targets:
             return [None] * len(self.targets)
+        if any(node.name() == _REENTRANT for node in nodes_of([t for t, _ in roots])):
+            raise CaptureRefused("host-state", "checkpoint(use_reentrant=True) gives its gradients to .grad alone: use_reentrant=False")
         with torch.autograd.set_multithreading_enabled(False), torch.autocast("cuda", enabled=False):
             outs, grads = [t for t, _ in roots], [g for _, g in roots]
             return list(torch.autograd.grad(outs, self.targets, grads, allow_unused=True))

@@ -51,12 +51,11 @@ class Identity:
         """What certifies it."""
         return f"parity certify --zoo {self.zoo} --family {self.family} --task {self.task} --mode {self.mode}"
 
-    @property
-    def unlisted(self) -> str:
-        """The sentence for an allowlist that does not hold it."""
+    def unlisted(self, path: str | Path | None = None) -> str:
+        """The sentence for an allowlist that does not hold it; ``path`` as for ``certificate``."""
         return (
-            f"the allowlist holds no certificate for family {self.family!r}, task {self.task!r}, mode {self.mode!r} of {self.zoo}; "
-            f"to certify it: `{self.command}`"
+            f"the allowlist {path or default_path()} holds no certificate for family {self.family!r}, task {self.task!r}, "
+            f"mode {self.mode!r} of {self.zoo}; to certify it: `{self.command}`"
         )
 
     def certificate(self, path: str | Path | None = None) -> Certificate | None:

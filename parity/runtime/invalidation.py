@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -133,8 +134,8 @@ class Watch:
         self._lengths = list(map(len, children))
         self._kids = [-1 if m is None else index[id(m)] for m in _values(children)]
         tensors = list(_values(chain(parameters, buffers)))
-        self._there = [t is not None for t in tensors]
-        self._missing = [t is None for t in tensors]
+        self._there = [t is not None and not is_lazy(t) for t in tensors]
+        self._missing = [not there for there in self._there]
         there = list(compress(tensors, self._there))
         self.grads = _grads(there)
         self._wrapped = [i for i, t in enumerate(there) if is_traceable_wrapper_subclass(t)]
@@ -191,7 +192,9 @@ class Watch:
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers, as they are now."""
         modules = [m for ref in self._modules if (m := ref()) is not None]
-        return [t for t in _values(chain.from_iterable((m._parameters, m._buffers) for m in modules)) if t is not None]
+        return [
+            t for t in _values(chain.from_iterable((m._parameters, m._buffers) for m in modules)) if t is not None and not is_lazy(t)
+        ]
 
     def versions(self) -> int | None:
         """A number that moves when values change through autograd-visible operations; None where some tensor counts none."""
@@ -257,13 +260,13 @@ def _address(tensor: Tensor) -> Any:
         return id(tensor)
 
 
-def generators(module: nn.Module | None) -> list[torch.Generator]:
-    """The device generators that a module holds in attributes, lists and dicts of its own."""
+def generators(module: nn.Module | None, kind: str = "cuda") -> list[torch.Generator]:
+    """The generators of a kind of device that a module holds in attributes, lists and dicts of its own."""
     found: dict[int, torch.Generator] = {}
     for child in module.modules() if module is not None else ():
         for value in vars(child).values():
             values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
             for item in values:
-                if isinstance(item, torch.Generator) and item.device.type == "cuda":
+                if isinstance(item, torch.Generator) and item.device.type == kind:
                     found.setdefault(id(item), item)
     return list(found.values())

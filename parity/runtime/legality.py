@@ -7,13 +7,17 @@ in passive modes during an eager run, to say why, and on which line, a capture w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+
+from parity.runtime.violation import Call, Rule, data_dependent, sync
+from parity.runtime.violation import Violation as Violation
+from parity.runtime.violation import tensors_in as tensors_in
+from parity.runtime.within import READS_WITHIN
 
 aten = torch.ops.aten
 
@@ -25,41 +29,6 @@ WRONG_STREAM: Final[Mapping[str, str]] = {
 graph. The first was seen in a profile on an H200; the second has the same launch without a stream in torchvision's source."""
 
 
-@dataclass(frozen=True)
-class Violation:
-    """``cause``: slug. ``what``: the operation, in words that fit behind a colon."""
-
-    cause: str
-    what: str
-
-    @property
-    def invalidates(self) -> bool:
-        """Whether CUDA itself notices. torch refuses copies and seeds before CUDA hears of them: a swallowed error does no harm."""
-        return self.cause not in {"h2d-copy", "d2h-copy", "rng"}
-
-    def __str__(self) -> str:
-        if not self.cause.endswith("-copy"):
-            return f"not permitted while a stream is capturing: {self.what}"
-        return f"no copy between host and device while capturing, unless the host tensor is pinned and non_blocking=True: {self.what}"
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call under judgement."""
-
-    name: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    on_device: Callable[[Tensor], bool]
-    pinned: Callable[[Tensor], bool]
-
-    def argument(self, position: int, name: str, default: Any = None) -> Any:
-        return self.args[position] if len(self.args) > position else self.kwargs.get(name, default)
-
-
-Rule = Callable[[Call], Violation | None]
-
-
 def is_pinned(tensor: Tensor) -> bool:
     return tensor.is_pinned()
 
@@ -67,18 +36,6 @@ def is_pinned(tensor: Tensor) -> bool:
 def device_type(device: Any) -> str:
     """``cuda``, ``cpu``, ... of anything that torch accepts as a device. A bare index is an accelerator's."""
     return "cuda" if isinstance(device, int) and not isinstance(device, bool) else torch.device(device).type
-
-
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
-
-
-def _touches_device(call: Call) -> bool:
-    return any(call.on_device(t) for t in tensors_in((*call.args, *call.kwargs.values())))
 
 
 # ---------------------------------------------------------------- operations
@@ -153,15 +110,11 @@ def _equal(call: Call) -> Violation | None:
 
 
 def _repeat_interleave(call: Call) -> Violation | None:
-    return None if call.argument(1, "output_size") is not None else _data_dependent(call)
+    return None if call.argument(1, "output_size") is not None else data_dependent(call)
 
 
 def _literal(call: Call) -> Violation | None:
     return Violation("h2d-copy", "a tensor made of Python values") if call.on_device(call.args[0]) else None
-
-
-def _sync(call: Call) -> Violation | None:
-    return Violation("host-sync", call.name) if _touches_device(call) else None
 
 
 def _where(call: Call) -> Violation | None:
@@ -170,39 +123,6 @@ def _where(call: Call) -> Violation | None:
     there = [call.on_device(t) for t in operands]
     return Violation("h2d-copy", f"{call.name} with a number on the host") if any(there) and not all(there) else None
 
-
-def _device_value(position: int, name: str) -> Rule:
-    """What is read before a kernel starts: a number that lies on the device, spreads of which none may be negative."""
-
-    def rule(call: Call) -> Violation | None:
-        value = call.argument(position, name)
-        if not (isinstance(value, Tensor) and call.on_device(value)):
-            return None
-        return Violation("host-sync", f"{call.name} reads its {name}")
-
-    return rule
-
-
-def _histogram(call: Call) -> Violation | None:
-    """Without limits they are those of the values."""
-    if call.argument(2, "min", 0) != call.argument(3, "max", 0) or call.args[0].numel() == 0:
-        return None
-    return Violation("host-sync", f"{call.name} without limits") if _touches_device(call) else None
-
-
-def _data_dependent(call: Call) -> Violation | None:
-    return Violation("data-dependent-shape", call.name) if _touches_device(call) else None
-
-
-_READS_WITHIN: Final = (
-    "aten::_linalg_eigh", "aten::_linalg_svd", "aten::linalg_eig", "aten::linalg_lstsq", "aten::linalg_pinv",
-    "aten::cholesky_inverse", "aten::embedding_renorm_",
-    "aten::linspace", "aten::logspace", "aten::_nested_tensor_from_mask_left_aligned", "aten::_nested_tensor_from_mask",
-)  # fmt: skip
-"""Operations that read values in their own C++ body, where no mode looks: solvers that ask whether they converged
-(BatchLinearAlgebra.cpp), a renormalisation that counts its distinct indices (cuda/Embedding.cu), ranges between
-tensors (RangeFactories.cpp), nested tensors, whose sizes are on the host (nested/NestedTensorMath.cpp). So are the rules below for
-single values (TensorCompare.cpp, Indexing.cu, DistributionTemplates.h, SummaryOps.cu)."""
 
 OPERATIONS: Final[Mapping[str, Rule]] = {
     "aten::copy_": _copy,
@@ -217,17 +137,13 @@ OPERATIONS: Final[Mapping[str, Rule]] = {
     "aten::equal": _equal,
     "aten::repeat_interleave": _repeat_interleave,
     "aten::lift_fresh": _literal,
-    "aten::_local_scalar_dense": _sync,
-    "aten::item": _sync,
-    "aten::_linalg_check_errors": _sync,
+    "aten::_local_scalar_dense": sync,
+    "aten::item": sync,
+    "aten::_linalg_check_errors": sync,
     "aten::where": _where,
-    **dict.fromkeys(("aten::masked_fill", "aten::masked_fill_"), _device_value(2, "value")),
-    **dict.fromkeys(("aten::index_fill", "aten::index_fill_"), _device_value(3, "value")),
-    "aten::normal": _device_value(1, "std"),
-    "aten::histc": _histogram,
-    **dict.fromkeys(_READS_WITHIN, _sync),
-    "aten::linalg_matrix_exp": _data_dependent,
-    "torchvision::nms": _data_dependent,
+    **READS_WITHIN,
+    "aten::linalg_matrix_exp": data_dependent,
+    "torchvision::nms": data_dependent,
 }
 _RULES: dict[OpOverload[..., Any], Rule | None] = {}
 
@@ -236,9 +152,9 @@ def _rule(func: OpOverload[..., Any]) -> Rule | None:
     """The table first; then what torch itself says of an operation."""
     rule = OPERATIONS.get(func._schema.name)
     if rule is None and torch.Tag.dynamic_output_shape in func.tags:
-        rule = _data_dependent
+        rule = data_dependent
     if rule is None and torch.Tag.data_dependent_output in func.tags:
-        rule = _sync
+        rule = sync
     _RULES[func] = rule
     return rule
 

@@ -217,7 +217,7 @@ class CudaGraphModel:
             raise ValueError(f'cuda_graph_policy={self.cuda_graph_policy!r}: it is "validate" or "strict"')
         found = self._certificate()
         if found is None:
-            raise NotCertified(f"cuda_graph: {self._identity().unlisted}; until then leave cuda_graph=False")
+            raise NotCertified(f"cuda_graph: {self._identity().unlisted(self.cuda_graph_allowlist)}; until then leave cuda_graph=False")
         return found
 
     def _gap(self, tensors: list[Tensor]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 from parity.runtime import nodes, rng, tree
 from parity.runtime.buffers import Intake, Outlet
@@ -104,6 +106,8 @@ def _ours() -> Iterator[None]:
 def cannot(leaves: list[Any], module: nn.Module | None) -> str:
     """Why a call of ``module`` (or of a region without one) can be neither captured nor replayed as things are; empty where it can."""
     tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if module is not None and any(map(is_lazy, itertools.chain(module.parameters(), module.buffers()))):
+        return "a parameter has no shape before the first call"
     if not any(map(on_device, tensors)):
         return "no input is on a CUDA device"
     if torch.cuda.is_current_stream_capturing():
@@ -117,7 +121,7 @@ def retrace(region: Callable[..., Any], module: nn.Module | None, leaves: list[A
     """What a call reads, side effects undone, no result kept."""
     static = _intake(leaves).leaves
     args, kwargs = tree.unflatten(static, spec)
-    streams = rng.save(generators(module))
+    streams = rng.save(generators(module), generators(module, "cpu"))
     try:
         with _ours(), kept(module):
             traced = trace(lambda *_: region(*args, **kwargs), static, module)
@@ -163,7 +167,7 @@ def _record(
         return weakly([*own, *tree.flatten(region(*args, **kwargs))[0]])
 
     owned = generators(module)
-    streams = rng.save(owned)
+    streams = rng.save(owned, generators(module, "cpu"))
     before = torch.cuda.current_stream()
     stream = pool.capture_stream()
     stream.wait_stream(before)

@@ -17,6 +17,7 @@ _MESSAGES = (  # what CUDA and torch say, and what it means; the traced call is 
     ("set_current_seed can be called during stream capture", "rng"),
     ("cannot call cudageneratorimpl", "rng"),
     ("not permitted when stream is capturing", "host-sync"),
+    ("use_reentrant=true", "host-state"),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +18,7 @@ from parity.runtime.errors import CaptureRefused
 @dataclass(frozen=True)
 class Streams:
     """States of the default generators (host and one device), of Python's ``random``, of NumPy's legacy generator, and of ``others``:
-    (generator, state, twin) of device generators that somebody owns."""
+    (generator, state, twin) of device generators that somebody owns, and of ``hosts``: (generator, state) of others."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -25,13 +26,14 @@ class Streams:
     python: Any
     numpy: Any
     others: tuple[tuple[Any, torch.Tensor, Any], ...] = ()
+    hosts: tuple[tuple[Any, torch.Tensor], ...] = ()
 
 
 def _generator() -> Any:
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-def save(others: Sequence[Any] = ()) -> Streams:
+def save(others: Sequence[Any] = (), hosts: Sequence[Any] = ()) -> Streams:
     """The streams as they are. Not during a capture: reading a device generator there is refused."""
     numpy = sys.modules.get("numpy")
     generator = _generator()
@@ -42,6 +44,7 @@ def save(others: Sequence[Any] = ()) -> Streams:
         random.getstate(),
         numpy.random.get_state() if numpy is not None else None,
         tuple((g, g.get_state(), g.clone_state()) for g in others),
+        tuple((g, g.get_state()) for g in hosts),
     )
 
 
@@ -57,39 +60,33 @@ def restore(streams: Streams) -> None:
     random.setstate(streams.python)
     if streams.numpy is not None:
         sys.modules["numpy"].random.set_state(streams.numpy)
-    for generator, state, _ in streams.others:
+    for generator, state in (*((g, s) for g, s, _ in streams.others), *streams.hosts):
         generator.set_state(state)
 
 
 _RESETS: Final = ("set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all")
-_WITHIN: Final = "parity: resets of random generators"
-"""Where the list of ``resets`` lies in a thread's state. Autograd hands that on to the thread that runs a backward: a region that asks
-for gradients of its own has them, on a CUDA device, from another thread than its own."""
-
-
-def _listening() -> Any:
-    return torch._C._get_obj_in_tls(_WITHIN) if torch._C._is_key_in_tls(_WITHIN) else None
 
 
 @contextlib.contextmanager
 def resets() -> Iterator[list[tuple[str, bool]]]:
-    """Calls of the functions of ``torch.cuda`` by which this thread, and each backward that it starts, puts the current device's
-    generator somewhere, and whether that moved it. A graph would not: torch.utils.checkpoint, say, draws anew in a replay where eager
-    draws once more what it drew."""
+    """Calls of the functions of ``torch.cuda`` by which this thread puts the current device's generator somewhere, and whether that
+    moved it. A graph would not: torch.utils.checkpoint, say, draws anew in a replay where eager draws once more what it drew.
+
+    A region that asks for gradients of its own has them, on a CUDA device, from a thread of autograd's, so that every backward counts;
+    one that another thread runs meanwhile may be taken for the region's."""
     found: list[tuple[str, bool]] = []
-    outer, generator = _listening(), _generator()
+    mine, generator = threading.get_ident(), _generator()
 
     def told(name: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             before = generator.get_state()
             function(*args, **kwargs)
-            if _listening() is found:
+            if threading.get_ident() == mine or torch._C._current_graph_task_id() >= 0:
                 found.append((f"torch.cuda.{name}", not torch.equal(generator.get_state(), before)))
 
         return call
 
     originals = {name: getattr(torch.cuda, name) for name in _RESETS}
-    torch._C._stash_obj_in_tls(_WITHIN, found)
     try:
         for name, function in originals.items():
             setattr(torch.cuda, name, told(name, function))
@@ -97,7 +94,6 @@ def resets() -> Iterator[list[tuple[str, bool]]]:
     finally:
         for name, function in originals.items():
             setattr(torch.cuda, name, function)
-        torch._C._stash_obj_in_tls(_WITHIN, outer)
 
 
 def refuse(found: list[tuple[str, bool]], first: int = 0) -> None:

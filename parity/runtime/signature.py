@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import numbers
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -177,7 +178,7 @@ def aliases(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 def _value(leaf: Any) -> Hashable:
-    if isinstance(leaf, (float, complex)):
+    if isinstance(leaf, numbers.Number) and not isinstance(leaf, int):  # NumPy's too
         return repr(leaf)  # 0.0 == -0.0, and nan is unequal to itself
     if isinstance(leaf, slice):
         return tuple((type(x), x) for x in (leaf.start, leaf.stop, leaf.step))

@@ -1,4 +1,4 @@
-"""Where in the user's own code we are: the innermost frame outside torch, torchvision's operators and this package."""
+"""Where in the user's own code we are: the innermost frame outside torch, torchvision's operators, Python itself and this package."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PARITY = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = re.compile(r"[\\/](?:site|dist)-packages[\\/]")
 _OPERATORS = os.path.join("", "torchvision", "ops", "")
 
 
 @functools.cache
 def _foreign(filename: str) -> bool:
-    return not filename.startswith((_TORCH, _PARITY, "<")) and os.sep + "contextlib.py" not in filename
+    if filename.startswith((_TORCH, _PARITY, "<")):
+        return False
+    return not filename.startswith(_LIBRARY) or _INSTALLED.search(filename) is not None
 
 
 @functools.lru_cache(maxsize=4096)
 def describe(filename: str, line: int) -> str:
     """``file:line code``, with the file relative to site-packages, the current folder, or else where it was imported from."""
-    installed = re.split(r"[\\/](?:site|dist)-packages[\\/]", filename)
+    installed = _INSTALLED.split(filename)
     entries = [os.path.join(os.path.abspath(entry), "") for entry in sys.path]
     here = os.path.join(os.getcwd(), "")
     home = here if filename.startswith(here) else max((e for e in entries if filename.startswith(e)), key=len, default="")

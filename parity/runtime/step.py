@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,34 +29,69 @@ class DoubleBackward(ParityError, RuntimeError):
     """A replayed forward was to be differentiated twice, which would add its gradients up in another order than eager."""
 
 
-def inner(outputs: Outputs) -> frozenset[int]:
-    """Those outputs from which other outputs were computed: a hook on one hears more than what comes from outside."""
-    edges = {edge for node in nodes_of(outputs.tensors) for edge in node.next_functions}  # of nodes, which lose their ids with the set
-    return frozenset(i for i in outputs.differentiable() if (outputs.tensors[i].grad_fn, outputs.tensors[i].output_nr) in edges)
+@dataclass(frozen=True)
+class Known:
+    """Of the forwards of a signature. ``inner``: those outputs from which other outputs were computed: a hook on one hears more than
+    what comes from outside. ``several``: whether a leaf gets its gradient in parts that its backward adds up."""
+
+    inner: frozenset[int]
+    several: bool
+
+    @classmethod
+    def of(cls, outputs: Outputs) -> Known:
+        edges = Counter(edge for node in nodes_of(outputs.tensors) for edge in node.next_functions)
+        inner = (i for i in outputs.differentiable() if (outputs.tensors[i].grad_fn, outputs.tensors[i].output_nr) in edges)
+        cast = torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled()
+        return cls(frozenset(inner), cast or any(n > 1 and hasattr(node, "variable") for (node, _), n in edges.items()))
 
 
 class EagerStep:
     """An eager step that is listened to: how the gradients of its outputs arrive."""
 
-    def __init__(self, key: Signature, result: Any, leaves: list[Any], known: frozenset[int] | None) -> None:
+    def __init__(self, key: Signature, result: Any, leaves: list[Any], known: Known | None) -> None:
         outputs = Outputs.of(result, leaves)
-        self.inner = inner(outputs) if known is None else known
+        self.known = Known.of(outputs) if known is None else known
+        inner = self.known.inner
         self.result = result
-        if self.inner:  # the caller gets views, through which only the gradients from outside come
-            outputs.tensors = [t.view_as(t) if i in self.inner else t for i, t in enumerate(outputs.tensors)]
+        self.counts = known is not None or not inner
+        """Whether it tells what comes from outside: the first step of a signature shows who listens to inner outputs."""
+        if inner and self.counts:  # the caller gets views, through which only the gradients from outside come
+            outputs.tensors = [t.view_as(t) if i in inner else t for i, t in enumerate(outputs.tensors)]
             self.result = outputs.build(outputs.tensors, leaves)
-        tensors = [outputs.tensors[i] for i in outputs.differentiable()]
+        places = outputs.differentiable()
         self.key = key
-        self.heard = False
-        self.layouts: list[Layout] = [None] * len(tensors)
-        for i, tensor in enumerate(tensors):
-            tensor.register_hook(functools.partial(self._hear, i))
+        self.heard = self.overheard = False
+        self.task = -1
+        self.layouts: list[Layout] = [None] * len(places)
+        self._listeners: dict[int, tuple[Any, Any]] = {}
+        for position, place in enumerate(places):
+            tensor: Any = outputs.tensors[place]
+            tensor.register_hook(functools.partial(self._hear, position))
+            if place in inner and not self.counts:
+                self._listeners[position] = tensor._backward_hooks, weakref.ref(tensor)
 
     def _hear(self, position: int, grad: Tensor) -> None:
-        self.heard = True
+        self.heard, self.task = True, torch._C._current_graph_task_id()
+        if position in self._listeners:
+            hooks, reference = self._listeners[position]
+            tensor = reference()
+            self.overheard |= len(hooks) > 1 or (tensor is not None and tensor.retains_grad)
         plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"))  # as the backward is captured
         if self.layouts[position] != ODD:
             self.layouts[position] = layout(grad) if plain else ODD
+
+
+def unplayable(steps: Sequence[EagerStep], replayed: Sequence[tuple[int, Signature, bool]]) -> dict[Signature, str]:
+    """The signatures whose steps a replay would not give eager's bits, as their backwards told, and why.
+
+    To a weight that a forward uses in several places eager gives the gradients one by one, also where one backward goes through
+    several forwards; a replay gives them in one sum. And autocast, where it keeps its casts, casts a weight once for all forwards, a
+    replay once for itself. ``replayed``: (number of the backward, signature, whether that matters) of the last replay."""
+    found = {s.key: "a hook, or retain_grad(), hears all gradients of an output from which others come" for s in steps if s.overheard}
+    every = [*((s.task, s.key, s.known.several) for s in steps), *replayed]
+    tasks = Counter(task for task, _, _ in every)
+    joint = (key for task, key, several in every if several and tasks[task] > 1)
+    return {**dict.fromkeys(joint, "one backward goes through several of its forwards"), **found}
 
 
 def _alike(a: Tensor | None, b: Tensor | None) -> bool:
@@ -124,11 +161,14 @@ class Step:
                 "step on, which is then never captured, or call the network itself for such a step"
             )
         if first:
+            known = self.owner._known.get(self.key)
+            self.owner._replayed[:] = [(torch._C._current_graph_task_id(), self.key, known is not None and known.several)]
             self.owner._heard(self.key, layouts)
         if not first or layouts != r.layouts or torch.is_autocast_enabled("cuda"):
             return self.again(incoming)
         if not r.handout.settle():
-            self.owner._held(r)
+            self.owner._cloning = True  # its successor hands out copies
+            self.owner._drop(r)
             return self.again(incoming)
         try:
             r.pool.begin()

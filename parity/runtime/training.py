@@ -31,7 +31,7 @@ from parity.runtime.identity import Identity, trained_gap
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
 from parity.runtime.pool import Pool
 from parity.runtime.signature import Signature, signature
-from parity.runtime.step import EagerStep, Replayed, Step
+from parity.runtime.step import EagerStep, Known, Replayed, Step, unplayable
 
 _LOG = logging.getLogger("parity.runtime")
 _Layouts = tuple[Layout, ...]
@@ -101,7 +101,7 @@ class TrainGraphs:
         if not enabled:
             self._stop("it was not enabled")
         elif identity is not None and self._certificate is None:
-            self._stop(identity.unlisted)
+            self._stop(identity.unlisted(allowlist))
 
     def _clear(self) -> None:
         self._recordings: dict[tuple[Signature, _Layouts], Recording] = {}
@@ -109,8 +109,10 @@ class TrainGraphs:
         self._counts: Counter[tuple[Signature, _Layouts]] = Counter()
         self._wrong: Counter[Signature] = Counter()
         self._renewed: Counter[Signature] = Counter()
-        self._inner: dict[Signature, frozenset[int]] = {}
+        self._known: dict[Signature, Known] = {}
+        self._said: dict[Signature, str] = {}
         self._open: list[EagerStep] = []
+        self._replayed: list[tuple[int, Signature, bool]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.reason or LOCAL.busy or not torch.is_grad_enabled():
@@ -171,11 +173,8 @@ class TrainGraphs:
         device = next(x.device for x in leaves if isinstance(x, Tensor))
         with torch.cuda.device(device):
             recording, why = self._find(key, leaves, spec)
-            if (
-                recording is not None
-                and recording.derived is not None
-                and (recording.derived.superseded() or recording.derived.replaced())
-            ):
+            derived = None if recording is None else recording.derived
+            if recording is not None and derived is not None and (derived.superseded() or derived.replaced()):
                 result = self._run_eager(key, args, kwargs, leaves, "a tensor that the graph reads was replaced")
                 self._renew(key, recording, leaves, spec)
                 return result
@@ -194,13 +193,16 @@ class TrainGraphs:
 
     def _find(self, key: Signature, leaves: list[Any], spec: Any) -> tuple[Recording | None, str]:
         layouts = self._expected.get(key)
+        if key in self._said:
+            return None, self._said[key]
         if self._wrong[key] >= _GUESSES or self._renewed[key] > 1:
             return None, "its gradients, or tensors that it reads, change from step to step"
         if layouts is None or ODD in layouts:
             return None, "no backward of its signature was seen yet, or only one inside autocast or with gradients that are not plain"
         found = self._recordings.get((key, layouts))
         if found is None:
-            if self._counts[key, layouts] < self.threshold:
+            unheard = (known := self._known.get(key)) is not None and bool(known.inner)  # the first step, which told who listens
+            if self._counts[key, layouts] < max(1, self.threshold - unheard):
                 return None, "its signature was not seen often enough yet"
             if len(self._recordings) >= self.max_graphs:
                 return None, f"more than {self.max_graphs} graphs"
@@ -231,11 +233,6 @@ class TrainGraphs:
             self._renewed[key] += 1
             self._drop(recording)
 
-    def _held(self, recording: Recording) -> None:
-        """Somebody keeps a gradient that lies in the graph's memory: its successor hands out copies."""
-        self._cloning = True
-        self._drop(recording)
-
     def _drop(self, recording: Recording) -> None:
         recording.pool.drain()
         self._recordings = {k: r for k, r in self._recordings.items() if r is not recording}
@@ -261,30 +258,35 @@ class TrainGraphs:
         self.eager[why] += 1
         result = self.network(*args, **kwargs)
         captured = {k for k, _ in self._recordings}
-        if self.reason or self._wrong[key] >= _GUESSES or (len(self._recordings) >= self.max_graphs and key not in captured):
+        many = len(self._recordings) >= self.max_graphs and key not in captured
+        if self.reason or key in self._said or self._wrong[key] >= _GUESSES or many:
             return result
-        if len(self._inner) >= _COUNTED:
+        if len(self._known) >= _COUNTED:
             self._forget(captured)
-        step = EagerStep(key, result, leaves, self._inner.get(key))
-        self._inner[key] = step.inner
+        step = EagerStep(key, result, leaves, self._known.get(key))
+        self._known[key] = step.known
         self._open = [*self._open[1 - _OPEN :], step]
         result, step.result = step.result, None
         return result
 
     def _forget(self, but: set[Signature]) -> None:
         """A run whose every batch has a shape of its own must not fill the memory."""
-        self._expected = {k: v for k, v in self._expected.items() if k in but}
-        self._inner = {k: v for k, v in self._inner.items() if k in but}
+        every: tuple[dict[Signature, Any], ...] = self._expected, self._known, self._wrong, self._renewed, self._said
+        for kept, old in [(one, k) for one in every for k in one if k not in but]:
+            del kept[old]
         self._counts = Counter({k: n for k, n in self._counts.items() if k[0] in but})
-        self._wrong = Counter({k: n for k, n in self._wrong.items() if k in but})
-        self._renewed = Counter({k: n for k, n in self._renewed.items() if k in but})
         self._open.clear()
 
     def _listen(self) -> None:
         """What the eager steps told since the last call."""
-        for step in [s for s in self._open if s.heard]:
+        heard = [s for s in self._open if s.heard]
+        if said := {k: why for k, why in unplayable(heard, self._replayed).items() if k not in self._said}:
+            self._log(f"cuda_graph: {self.name}: {next(iter(said.values()))}: such steps run eagerly from here on")
+            self._said |= said
+        for step in heard:
             self._open.remove(step)
-            self._heard(step.key, tuple(step.layouts))
+            if step.counts:
+                self._heard(step.key, tuple(step.layouts))
 
     def _heard(self, key: Signature, layouts: _Layouts) -> None:
         if self._expected.get(key, layouts) != layouts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import numbers
 import types
 from collections import OrderedDict, UserDict
 from typing import Any
@@ -20,6 +21,8 @@ PLAIN = (
     int,
     float,
     complex,
+    numbers.Number,
+    range,
     str,
     bytes,
     torch.dtype,
@@ -77,12 +80,17 @@ def _learn(leaves: list[Any]) -> bool:
     return bool(kinds)
 
 
+def _whole(value: Any) -> bool:
+    """A size stays one: torch's pytree would make a plain tuple of it."""
+    return type(value) is torch.Size
+
+
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and structure. Dicts of any kind, lists, tuples, named tuples, dataclasses, namespaces, and whatever is registered with
     torch's pytree."""
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = pytree.tree_flatten(value, _whole)
     while _learn(leaves):
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(value, _whole)
     return leaves, spec
 
 
@@ -105,7 +113,7 @@ def _word(key: Any) -> str:
 def paths(value: Any, root: str = "output") -> list[tuple[str, Any]]:
     """(path, leaf) for every leaf: ``predictions``, ``x8.features``, ``[0][2]``; a single leaf is called ``root``."""
     flatten(value)
-    found, _ = pytree.tree_flatten_with_path(value)
+    found, _ = pytree.tree_flatten_with_path(value, _whole)
     return [("".join(map(_word, path)).lstrip(".") or root, leaf) for path, leaf in found]
 
 

@@ -38,7 +38,7 @@ def _other(tensor: Tensor) -> Tensor:
 def differs(entry: Entry, region: Callable[..., Any], module: nn.Module | None, leaves: list[Any], spec: Any) -> str:
     """How a replay differs from eager, in words; empty where it does not. Generators and buffers are left as they were."""
     owned = generators(module)
-    streams = rng.save(owned)
+    streams = rng.save(owned, generators(module, "cpu"))
     LOCAL.busy = True
     try:
         # the probe in the middle: what a replay leaves behind must not reach the next one

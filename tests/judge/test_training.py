@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -616,9 +617,77 @@ class AsksForGradients(Net):
 
 def test_a_refusal_of_our_own_is_told_once() -> None:
     found = verdict(outcome_of(of(AsksForGradients)))
-    assert (found.verdict, found.cause) == ("uncapturable", "unknown")
+    assert (found.verdict, found.cause) == ("uncapturable", "grad-accumulation")
     assert found.detail.startswith("a (6, 6) leaf gets a gradient")
     assert "CaptureRefused" not in found.detail
+
+
+class OwnKind(nn.Parameter):
+    """A parameter of a zoo's own kind."""
+
+
+class TrainsItsOwnKind(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = OwnKind(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out * self.scale
+
+
+def test_a_refusal_without_a_cause_is_told_once() -> None:
+    found = verdict(outcome_of(of(TrainsItsOwnKind)))
+    assert (found.verdict, found.cause) == ("uncapturable", "unknown")
+    assert found.detail.startswith("a parameter is a OwnKind")
+    assert "CaptureRefused" not in found.detail
+
+
+# ---------------------------------------------------------------- what Python keeps
+class KeepsInAContainer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = {"step": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.schedule["step"] += 1
+        out: Tensor = super().forward(x)
+        return out * (1 + self.schedule["step"] % 3)
+
+
+class DrawsOnItsOwn(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out * self.random.random()
+
+
+class CountsForAll(Net):
+    steps: ClassVar = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps[0] += 1
+        out: Tensor = super().forward(x)
+        return out * (1 + self.steps[0] % 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [(KeepsInAContainer, "schedule['step']"), (DrawsOnItsOwn, "random"), (CountsForAll, "class CountsForAll.steps[0]")],
+)
+def test_what_python_keeps_is_no_noise_of_eager(kind: type[nn.Module], place: str) -> None:
+    """It is put back before each run, so that eager agrees with itself, and named."""
+    rows = of(kind)
+    for arm, word in (("graphed", "uncapturable"), ("bare", "wrong")):
+        outcome = outcome_of(rows, arm)
+        found = verdict(outcome)
+        assert (found.verdict, found.cause) == (word, "python-counter")
+        assert f"step changes {place} of the module" in found.detail
+        if arm == "bare":
+            assert outcome.training["quorum"]["varying"] == 0
 
 
 class Tires(natives.Manager):

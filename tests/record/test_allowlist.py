@@ -135,6 +135,7 @@ def test_only_certified_graphed_rows_of_training_on_a_device():
     assert _keys([trained(captures=0)]) == _keys([trained(replays=0)]) == []
     assert _keys([trained(**UNPROVEN)]) == []
     assert _keys([trained(says=told("own_rng", cause="rng"))]) == [], "nothing proves it"
+    assert _keys([trained(says=told("own_rng", "draws-fixed", cause="rng"))]) == [], "what proves it changes its numbers"
 
 
 def test_a_certificate_of_training_says_class_and_proof_of_each_setting():

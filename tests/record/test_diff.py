@@ -17,7 +17,7 @@ def _one(old, new) -> Change:
 def test_nothing_changed():
     assert diff(small_matrix(), small_matrix()) == []
     assert diff(small_training(), small_training()) == []
-    assert render_diff([]) == "nothing changed\n"
+    assert render_diff([]) == "nothing changed"
     assert exit_code([]) == 0
 
 

@@ -435,7 +435,7 @@ def test_a_full_disk_at_append_keeps_every_finished_row(tmp_path, monkeypatch):
     real = os.write
     for write_some in (_full, lambda fd, data: real(fd, data[:100])):
         monkeypatch.setattr(os, "write", write_some)
-        with pytest.raises(RecordError, match=r"a\.jsonl: the disk is full"):
+        with pytest.raises(RecordError, match=r"a\.jsonl: the disk is full .*`parity certify --resume`"):
             file.append(record("bare"))
         monkeypatch.setattr(os, "write", real)
         assert file.path.read_bytes() == before

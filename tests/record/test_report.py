@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from parity.judge.outcome import CAUSES, CLASSES
 from parity.record.advice import ADVICE
+from parity.record.allowlist import build_allowlist
 from parity.record.bench import Measurement, Spread, bench_path, bench_section, write_bench
 from parity.record.evidence import evidence_path
 from parity.record.files import RecordError
@@ -79,6 +80,42 @@ def test_a_family_certified_on_some_environments_only_says_where():
     name = "nvidia-b200-sm100-torch2.11.0-cu130"
     both = {H200_NAME: [record()], name: [record(environment=b200), record(of=family("z"), environment=b200)]}
     assert f"yolox, z (only {name})" in support_matrix(both)
+
+
+def _left_out(text: str) -> list[tuple[str, ...]]:
+    return [tuple(row.values()) for row in _rows(_section(text, "**Not certified**", "\n## "))]
+
+
+def test_what_was_judged_and_is_not_allowed_is_named_at_the_top():
+    refused, two = failing("capture", "h2d-copy"), family("two")
+    records = [
+        record(),
+        record("native", failing("replay", "rng")),  # the allowlist follows the graphed arm
+        record(of=family("refused"), checks=refused),
+        record(of=two), record(of=two, size=128, checks=failing("replay", "rng")),
+        record(of=family("died"), status="crashed"),
+        record(of=family("gone"), status="unavailable"), record(of=family("slow"), status="timed_out"),
+        record(of=family("counter", zoo="controls"), checks=refused),
+        trained(checks=one_failed("proof", "unknown")),
+        trained(says=told("own_rng", "draws-fixed", cause="rng"), of=training("draws"), dtype="float32"),
+    ]  # fmt: skip
+    text = support_matrix({H200_NAME: records})
+    expected = [
+        ("libreyolo", "inference", "detect", "died", "crashed (unknown)"),
+        ("libreyolo", "inference", "detect", "refused", "uncapturable (h2d-copy)"),
+        ("libreyolo", "inference", "detect", "two", "wrong (rng)"),
+        ("libreyolo", "training", "detect", "draws (fp32)", "certified (own_rng)"),
+        ("libreyolo", "training", "detect", "yolox (fp16)", "unproven (unknown)"),
+    ]
+    assert _left_out(text) == expected
+    assert text.index("**Not certified**") < text.index(f"## {H200_NAME}")
+    listed = build_allowlist(records).certificates
+    assert not {row[3].partition(" ")[0] for row in _left_out(text) if row[1] == "inference"} & {
+        c.family for c in listed if c.mode == "inference"
+    }
+    b200 = [record(of=family("refused"), checks=refused, environment=H200 | {"gpu": "NVIDIA B200", "arch": "sm100"})]
+    assert _left_out(support_matrix({H200_NAME: [record()], "b200": b200})) == [(*expected[1], "b200")]
+    assert "**Not certified**" not in support_matrix({H200_NAME: [record()]})
 
 
 def test_an_unexpected_verdict_stands_out():

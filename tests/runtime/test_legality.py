@@ -74,6 +74,13 @@ def cause(func: Any, *args: Any, pinned: bool = False, **kwargs: Any) -> str | N
         (aten.linalg_matrix_exp.default, (X,), "data-dependent-shape"),
         (aten.linspace.Tensor_Tensor, (NUMBER, NUMBER, 5), "host-sync"),
         (aten.linspace.default, (0, 1, 5), None),
+        (aten.multinomial.default, (X, 1), None),
+        (aten.multinomial.default, (X, 2, True), None),
+        (aten.isin.Tensor_Tensor, (ROWS, X), "data-dependent-shape"),
+        (aten.isin.Tensor_Tensor, (X, ROWS), None),
+        (aten.isin.Tensor_Scalar, (X, 1), None),
+        (aten.fake_quantize_per_channel_affine_cachemask.default, (X, Y, ROWS, 0, -128, 127), "host-sync"),
+        (aten.fake_quantize_per_channel_affine_cachemask.default, (X, Y, NUMBER, 0, -128, 127), None),
     ],
 )
 def test_operations(func: Any, args: tuple[Any, ...], expected: str | None) -> None:
@@ -82,6 +89,12 @@ def test_operations(func: Any, args: tuple[Any, ...], expected: str | None) -> N
 
 def test_repeat_interleave_of_known_size_is_legal() -> None:
     assert cause(aten.repeat_interleave.Tensor, ROWS, output_size=2) is None
+
+
+def test_what_the_caller_vouches_for_is_not_looked_at() -> None:
+    assert cause(aten.isin.Tensor_Tensor, ROWS, X, assume_unique=True) is None
+    assert cause(aten.segment_reduce.default, X, "sum", lengths=ROWS) == "host-sync"
+    assert cause(aten.segment_reduce.default, X, "sum", lengths=ROWS, unsafe=True) is None
 
 
 def test_transfers() -> None:

@@ -145,7 +145,7 @@ def test_a_family_that_is_not_listed_is_refused_by_name_and_with_the_command(lis
         assert Zoo().SUPPORTS_CUDA_GRAPH
         with pytest.raises(NotImplementedError) as caught:
             other.predict(image(), True)
-        for word in ("unknown_net", "detect", "inference", "parity certify --zoo zoo --family unknown_net --task detect"):
+        for word in (str(listed), "unknown_net", "detect", "inference", "parity certify --zoo zoo --family unknown_net --task detect"):
             assert word in str(caught.value)
         assert isinstance(caught.value, NotCertified)
         other.predict(image(), False)

@@ -26,6 +26,7 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
         ("operation would make the legacy stream depend on a capturing blocking stream", "side-stream"),
         ("Offset increment outside graph capture encountered unexpectedly.", "rng"),
         ("CUDA error: operation not permitted when stream is capturing", "host-sync"),
+        ("When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()", "host-state"),
         ("something that nobody has seen", "unknown"),
         ("", "unknown"),
     ],

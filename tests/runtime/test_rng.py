@@ -56,6 +56,15 @@ def test_whether_a_device_stream_has_moved_is_known(stream: str) -> None:
     assert rng.drawn(saved)
 
 
+def test_a_host_generator_of_somebodys_own_is_put_back() -> None:
+    own = torch.Generator()
+    saved = rng.save((), [own])
+    drawn = torch.rand(3, generator=own).tolist()
+    assert not rng.drawn(saved), "no graph draws from it"
+    rng.restore(saved)
+    assert torch.rand(3, generator=own).tolist() == drawn
+
+
 @pytest.mark.parametrize("stream", STREAMS)
 def test_saving_moves_nothing(stream: str) -> None:
     saved = rng.save()

@@ -656,3 +656,45 @@ def test_an_output_on_the_host_is_refused_by_name() -> None:
     assert refused.value.cause == "host-state"
     _, counted = runner(inputs(3))
     assert counted.tolist() == [float(len(calls))] * 2
+
+
+# ---------------------------------------------------------------- what eager can and a capture must not spoil
+def test_weights_without_a_shape_wait_for_an_eager_call() -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU()).to("cuda").eval()
+    runner = GraphRunner(model)
+    runner(inputs(2, 4))
+    for _ in range(2):
+        x = inputs(2, 4)
+        assert agree(runner(x), model(x))
+    assert (runner.info().captures, runner.info().replays) == (1, 2)
+    assert runner.info().eager == {"a parameter has no shape before the first call": 1}
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand(4, generator=self.generator).to(x.device)
+
+
+def test_a_refused_capture_draws_nothing_from_a_modules_host_generator() -> None:
+    runner, eager, x = GraphRunner(Drawing()), Drawing(), inputs(2, 4)
+    for _ in range(3):
+        assert agree(runner(x), eager(x))
+    assert [r.cause for r in runner.refusals()] == ["h2d-copy"]
+
+
+def test_sizes_and_torchs_own_kinds_of_results_go_in_and_come_out() -> None:
+    def region(x: Tensor, size: torch.Size) -> Any:
+        return x.max(dim=0), x * size.numel(), x.shape
+
+    runner, size = GraphRunner(region), torch.Size([2, 3])
+    for _ in range(2):
+        x = inputs(2, 4)
+        largest, scaled, shape = runner(x, size)
+        assert type(shape) is torch.Size
+        assert isinstance(largest, torch.return_types.max)
+        assert agree((largest, scaled), (x.max(dim=0), x * 6))
+    assert runner.info().replays == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -53,3 +54,11 @@ def test_files_are_named_from_where_they_are_known(tmp_path: Path, monkeypatch: 
     elsewhere = os.sep.join(["", "env", "lib", "site-packages", "zoo", "net.py"])
     assert describe(elsewhere, 3) == os.path.join("zoo", "net.py") + ":3"
     describe.cache_clear()
+
+
+def test_frames_of_pythons_own_library_are_looked_through() -> None:
+    class Told:
+        def __deepcopy__(self, memo: object) -> str:
+            return user_line(sys._getframe(1))
+
+    assert "copy.deepcopy([Told()])" in copy.deepcopy([Told()])[0]

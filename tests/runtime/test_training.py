@@ -870,7 +870,7 @@ def test_ever_new_shapes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "_COUNTED", 4)
     different, graphs, _ = both(Small, lambda net, owner: sized(net, owner, (8, 8, 8, 8, *range(9, 20), 8, 8)))
     assert (different, graphs.captures, graphs.replays) == ([], 1, 3)
-    assert max(map(len, (graphs._inner, graphs._expected, graphs._counts, graphs._wrong, graphs._open))) <= 5
+    assert max(map(len, (graphs._known, graphs._expected, graphs._counts, graphs._wrong, graphs._open))) <= 5
 
 
 # ---------------------------------------------------------------- the comparisons can fail

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -194,3 +195,14 @@ def test_whether_a_value_still_is_of_its_leaves() -> None:
     assert not tree.alike(value, leaves, spec)
     value["a"] = leaves[:1]
     assert not tree.alike(value, leaves, spec)
+
+
+def test_a_size_is_a_leaf_and_comes_back_as_one() -> None:
+    leaves, spec = tree.flatten((torch.ones(2), torch.Size([2, 3])))
+    assert leaves[1] == (2, 3)
+    assert type(tree.unflatten(leaves, spec)[1]) is torch.Size
+    assert [path for path, _ in tree.paths({"size": torch.Size([2, 3])})] == ["size"]
+
+
+def test_numbers_of_numpys_and_ranges_hide_no_tensor() -> None:
+    assert tree.opaque([np.int64(3), np.float32(2), np.bool_(True), range(3)]) == [np.bool_]

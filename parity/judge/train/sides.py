@@ -23,7 +23,7 @@ from parity.judge.train.trajectory import Travelled, travel
 from parity.judge.watch import Watch
 from parity.rows.training import TrainSubject
 from parity.runtime.errors import StaleGraph
-from parity.runtime.fresh import changed, memory
+from parity.runtime.memory import Memory
 from parity.runtime.refusal import explain
 
 PLAIN = EagerTwist()
@@ -88,9 +88,9 @@ class EagerSide:
         with self.bench.around(), draws.applied(key), blamed(lambda: "the eager training step"):
             while len(found) < count:
                 state.restore()
-                before = _plain(subject)
+                before = Memory(subject.module)
                 made = run_steps(self.bench, subject, subject.network, cache=twist.autocast_cache, twist=twist)
-                self.remembered.changes = self.remembered.changes or changed(before, _plain(subject))
+                self.remembered.changes = self.remembered.changes or before.change(Memory(subject.module), tensors=False)
                 if dropped:
                     dropped = False
                     continue
@@ -152,10 +152,6 @@ class EagerSide:
         if subject.switch is not None:
             self._built = None
         return end
-
-
-def _plain(subject: TrainSubject) -> dict[str, Any]:
-    return {place: value for place, value in memory(subject.module).items() if not isinstance(value, torch.Tensor)}
 
 
 def _nothing() -> None:

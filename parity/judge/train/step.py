@@ -22,6 +22,7 @@ from parity.rows.training import Training, TrainSubject
 from parity.runtime import rng, tree
 from parity.runtime.engine import DEVICE
 from parity.runtime.invalidation import generators
+from parity.runtime.memory import Memory
 
 SCALE = 1024.0
 """The fixed loss scale of float16, so that no step depends on what a scaler saw before."""
@@ -82,7 +83,8 @@ class TrainBench(AnyBench[TrainSubject]):
 
 
 class State:
-    """Parameters, buffers, plain attributes and every random stream, as they are. What a later call builds lazily stays where it is."""
+    """Parameters, buffers, plain attributes, those in containers too, and every random stream, as they are. What a later call builds
+    lazily stays where it is."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -95,6 +97,7 @@ class State:
         with torch.no_grad():
             self._values = [t.detach().clone() for t in self._tensors]
         self._streams = rng.save(generators(module))
+        self._memory = Memory(module)
 
     def restore(self, *, values_only: bool = False) -> None:
         """Puts everything back, and clears gradients. ``values_only``: attributes, and tensors registered since, stay."""
@@ -105,12 +108,14 @@ class State:
                     own.update(was)
             for module, plain in self._plain:
                 vars(module).update(plain)
+            self._memory.restore(tensors=False)
         with torch.no_grad():
             torch._foreach_copy_(self._tensors, self._values)
         for parameter in self._module.parameters():
             parameter.grad = None
         torch.clear_autocast_cache()
         rng.restore(self._streams)
+        self._memory.restore_streams()
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,8 @@ def _from_data(func: Any, args: Any, kwargs: Any) -> Any:
 def _numpy(func: Any, args: Any, kwargs: Any) -> Any:
     STATE.refuse_call(func, args, kwargs)
     if is_marked(args[0]):
+        if kwargs.get("force", False):
+            return func(move(args[0].detach(), "cpu"), **kwargs)
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
     return func(*args, **kwargs)
 

@@ -10,7 +10,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.runtime.legality import tensors_in, violation
+from parity.runtime.within import body_of
 
+from .calls import FunctionMode, has_device
 from .generators import counter_for, drawing
 from .memory import Block, block_of, is_marked, is_pinned, mark, pin
 from .plans import Plan, plan_of
@@ -54,6 +56,13 @@ class DispatchMode(TorchDispatchMode):
         if plan.composite:  # under inference mode composites arrive whole; what is judged and recorded are their parts
             with self:  # torch's own C++ body: a Python decomposition may be another computation
                 return func._op_dk(_COMPOSITE, *args, **kwargs)
+        if plan.python is not None and has_device((*args, *kwargs.values())):  # a capture runs its body and records what that launches
+            body = body_of(func)
+            with self:
+                if body is None:  # not to be had without the dispatcher, which must not meet a function mode on the way
+                    return func._op_dk(plan.python, *args, **kwargs)
+                with FunctionMode():  # type: ignore[no-untyped-call, unused-ignore]
+                    return body(*args, **kwargs)
         force = STATE.force
         asked = kwargs.get("device")
         if asked is not None and asked.type == "cuda":  # from Python code that runs below the function mode

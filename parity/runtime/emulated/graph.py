@@ -30,7 +30,7 @@ def graph_pool_handle() -> tuple[int, int]:
 
 
 class CUDAGraph:
-    """Besides torch's methods: ``stale``, ``warnings``, ``owns``, ``poison``, ``collect``.
+    """Besides torch's methods: ``stale``, ``warnings``, ``refused``, ``owns``, ``poison``, ``collect``.
 
     A call that a CUDA graph cannot record raises CaptureRefused where it is made; work left on a side stream raises it at the end of
     the capture. Either way the device is as it was before the capture. ``stale`` lists what the last replay read after it had died.
@@ -42,6 +42,7 @@ class CUDAGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self.invalidated: CaptureRefused | None = None
         self.warnings: list[str] = []
+        self.refused: list[CaptureRefused] = []
         self.collect: Callable[[CaptureRefused], None] | None = None
         self._tape: Tape | None = None
         self._recording: Tape | None = None
@@ -68,7 +69,7 @@ class CUDAGraph:
         self._check_liveness = check_input_liveness
         self._raised_before = sys.exc_info()[1]
         self.invalidated = None
-        self.warnings = []
+        self.warnings, self.refused = [], []
         self._origin, self._streams = STATE.stream, set()
         self._origin.done += 1  # who waited before this does not belong to the capture
         self._start = self._origin.done

@@ -15,6 +15,8 @@ import torch.cuda.random
 import torch.jit._script
 from torch import Tensor
 
+from parity.runtime.legality import Violation
+
 from . import generators, graph, streams
 from .calls import has_device
 from .memory import BLOCK, LEDGER, block_of, is_marked, is_pinned, mark, pin
@@ -96,10 +98,12 @@ def _tensors() -> Iterator[Patch]:
     deep = torch.storage._StorageBase.__deepcopy__
 
     def deepcopy(self: Any, memo: Any) -> Any:
-        new = deep(self, memo)  # type: ignore[no-untyped-call]
-        if getattr(self, BLOCK, None) is not None:
-            mark(new)
-        return new
+        if getattr(self, BLOCK, None) is None:
+            return deep(self, memo)  # type: ignore[no-untyped-call]
+        done = memo.setdefault("torch", {})
+        if self._cdata not in done:
+            done[self._cdata] = torch.empty(0, dtype=torch.uint8, device=CUDA).set_(self).clone().untyped_storage()
+        return done[self._cdata]
 
     engine = torch.autograd.graph._engine_run_backward
 
@@ -113,6 +117,13 @@ def _tensors() -> Iterator[Patch]:
     # on the class, not in the function mode: hooks and Python kernels run where modes are off, and must be told the same
     real = {name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")}
     get_device = Tensor.get_device
+    exchange = torch.utils.dlpack.from_dlpack
+
+    def from_dlpack(source: Any, **options: Any) -> Tensor:
+        return source.detach() if isinstance(source, Tensor) and is_marked(source) else exchange(source, **options)
+
+    yield torch, "from_dlpack", from_dlpack
+    yield torch.utils.dlpack, "from_dlpack", from_dlpack
     yield Tensor, "device", property(lambda t: CUDA if is_marked(t) else real["device"](t))
     yield Tensor, "is_cuda", property(lambda t: is_marked(t) or real["is_cuda"](t))
     yield Tensor, "is_cpu", property(lambda t: not is_marked(t) and real["is_cpu"](t))
@@ -234,7 +245,10 @@ def _files() -> Iterator[Patch]:
 
     def location_tag(storage: Any) -> str:
         untyped = getattr(storage, "_untyped_storage", storage)
-        return "cuda:0" if getattr(untyped, BLOCK, None) is not None else str(tag(storage))
+        if getattr(untyped, BLOCK, None) is None:
+            return str(tag(storage))
+        STATE.refuse(Violation("d2h-copy", "saving a tensor"))
+        return "cuda:0"
 
     def restore_location(storage: Any, location: str) -> Any:
         if not location.startswith("cuda"):

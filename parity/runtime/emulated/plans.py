@@ -43,13 +43,14 @@ _HIDDEN_WRITES: Final = {"aten::native_batch_norm": ((3, "running_mean"), (4, "r
 class Plan:
     """What an operation does, tensors aside.
 
-    ``composite``: made of other operations, with no kernel of its own. ``blind``: reads no data of its operands. ``recorded``: launches
-    a kernel. ``heavy``: so much that its results are worth remembering. ``hosted``: results, by position, that are on the host.
-    ``writes``: arguments written, by position and name.
+    ``composite``: made of other operations, with no kernel of its own. ``python``: where the device's kernel is a Python function.
+    ``blind``: reads no data of its operands. ``recorded``: launches a kernel. ``heavy``: so much that its results are worth
+    remembering. ``hosted``: results, by position, that are on the host. ``writes``: arguments written, by position and name.
     """
 
     name: str
     composite: bool
+    python: torch._C.DispatchKey | None
     copies: bool
     indexed: bool
     mixed: bool
@@ -68,6 +69,20 @@ class Plan:
             value = args[position] if position < len(args) else kwargs.get(name)
             found += [t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Tensor)]
         return found
+
+
+_TORCHS: Final = frozenset({"aten", "prim", "prims", "streams"})
+
+
+def _python(func: OpOverload[..., Any], full: str) -> torch._C.DispatchKey | None:
+    """The key under which somebody registered a kernel of Python's for the device: by ``torch.library``, for CUDA or for any device."""
+    if func.namespace in _TORCHS:
+        return None
+    for key in ("CUDA", "CompositeExplicitAutograd"):
+        if f"{full.replace('::', '/')}/{key}" in torch.library._impls:
+            found: torch._C.DispatchKey = getattr(torch._C.DispatchKey, key)
+            return found
+    return None
 
 
 _PLANS: dict[OpOverload[..., Any], Plan] = {}
@@ -90,7 +105,9 @@ def _read(func: OpOverload[..., Any]) -> Plan:
     writes = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     return Plan(
         name=name,
-        composite=has_kernel(full, "CompositeImplicitAutograd") and not has_kernel(full, "CPU"),
+        # what tells a subclass of tensors its layout is in no table of kernels
+        composite=func.namespace != "prim" and has_kernel(full, "CompositeImplicitAutograd") and not has_kernel(full, "CPU"),
+        python=_python(func, full),
         copies=name in _COPIES,
         indexed=name in _INDEXED,
         mixed=name in _MIXED,

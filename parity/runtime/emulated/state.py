@@ -50,6 +50,8 @@ class State:
             return
         if violation.invalidates:
             self.graph.invalidated = error
+        else:  # without the frames, which hold tensors
+            self.graph.refused.append(CaptureRefused(error.cause, error.message, error.where))
         raise error
 
     def refuse_call(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
