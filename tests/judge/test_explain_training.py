@@ -11,6 +11,7 @@ import inspect
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.judge import training
-from parity.judge.explain import trial
+from parity.judge.explain import calls, trial
 from parity.judge.explain.study import study_training
 from parity.judge.judging import judge
 from parity.judge.train import walk
@@ -70,8 +71,10 @@ def bench_of(catalogue: Catalogue, row: Row, seed: int = 0) -> TrainBench:
 
 
 def learned(catalogue: Catalogue, row: Row, seed: int = 0) -> dict[str, Any]:
+    """With time at a standstill: on a busy machine any call may have taken a share of it that is worth a graph."""
     bench = bench_of(catalogue, row, seed)
-    with bench.engine.entered():
+    with pytest.MonkeyPatch.context() as patch, bench.engine.entered():
+        patch.setattr(calls, "time", SimpleNamespace(perf_counter=lambda: 0.0))
         return study_training(bench)
 
 
@@ -194,9 +197,8 @@ def test_domedetr() -> None:
     assert (short(first["where"]), first["what"]) == (density, "aten::_local_scalar_dense")
     assert "torch.where" in advised(found, density)
     assert "a mask that is carried along" in advised(found, count)
-    pieces = proposed(found)
     expected = {"backbone", *(f"encoder.{kind}_blocks.{i}" for kind in ("fpn", "pan") for i in range(3))}
-    assert set(pieces) - {"encoder.DeFE.defe"} == expected, "whether the trunk of the density head is worth a graph, its time decides"
+    assert set(proposed(found)) == expected
 
 
 def test_the_density_head_of_domedetr_is_cured_by_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
