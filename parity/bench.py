@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from parity.judge.outcome import Outcome
+from parity.options import AsJson, EngineName, Families, FamilyName, Mode, Names, NoReports, Size, Task, Timeout, Zoo
 from parity.record.bench import EMULATED, Measurement, bench_path, bench_section, measurement_of, write_bench
 from parity.record.line import CONTROLS, environment_name
 from parity.record.report import write_reports
@@ -27,8 +28,6 @@ PRECISIONS: Final = ("float32", "bfloat16", "float16", "autocast-bfloat16", "aut
 TRAINED_IN: Final = "bfloat16"
 """The dtype that autocast casts to in training where none is asked for."""
 HARMLESS: Final = ("judged", "unavailable")
-
-Names = list[str]
 
 
 @dataclass(frozen=True)
@@ -127,28 +126,28 @@ def line(found: Measurement | Unmeasured) -> str:
 
 
 def bench(
-    zoo: Annotated[Names, typer.Option("--zoo", help="Exact zoo; repeatable.")] = [],  # noqa: B006
-    family: Annotated[Names, typer.Option("--family", help="Exact family; repeatable.")] = [],  # noqa: B006
-    task: Annotated[Names, typer.Option("--task", help="Exact task; repeatable.")] = [],  # noqa: B006
-    mode: Annotated[Names, typer.Option("--mode", help="inference or training; repeatable.")] = [],  # noqa: B006
+    zoo: Zoo = [],  # noqa: B006
+    family: FamilyName = [],  # noqa: B006
+    task: Task = [],  # noqa: B006
+    mode: Mode = [],  # noqa: B006
     arm: Annotated[Names, typer.Option("--arm", help="graphed, native or bare; repeatable. Default: graphed, native.")] = [],  # noqa: B006
-    size: Annotated[str, typer.Option("--size", help="recommended, native, all, or an edge in pixels.")] = "native",
+    size: Size = "native",
     batch: Annotated[list[int], typer.Option("--batch", help="Repeatable. Default: the row's own.")] = [],  # noqa: B006
     precision: Annotated[Names, typer.Option("--precision", help=f"{', '.join(PRECISIONS)}; repeatable.")] = [],  # noqa: B006
     repeat: Annotated[int, typer.Option("--repeat", help="Samples of each time.")] = 7,
-    engine: Annotated[str, typer.Option("--engine", help="cuda, emulated, or auto: cuda where a child finds a device.")] = "auto",
-    families: Annotated[Names, typer.Option("--families", help="Folder of families; repeatable.")] = [],  # noqa: B006
+    engine: EngineName = "auto",
+    families: Families = [],  # noqa: B006
     reports: Annotated[Path, typer.Option("--reports", help="Where bench/<environment>.jsonl is written.")] = Path("reports"),
-    no_reports: Annotated[bool, typer.Option("--no-reports", help="Leave reports/ untouched.")] = False,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds per row.")] = 300.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    no_reports: NoReports = False,
+    timeout: Timeout = 300.0,
+    as_json: AsJson = False,
 ) -> None:
     """Measure eager against graphs: speed-up, host time, capture time, memory; for training also the network's share of a step.
 
     Example: parity bench --zoo libreyolo --family picodet --batch 2 --batch 8
     """
     console = Console(stderr=True, emoji=False)
-    catalogue = discover(usual_sources(families, Path("families")))
+    catalogue = discover(usual_sources(families))
     selection = Selection(tuple(zoo), tuple(family), tuple(task), tuple(mode), tuple(arm) or ARMS, size, "")
     rows = bench_rows(catalogue, selection, batch, precision)
     probed = probe(catalogue.sources, engine, sorted({row.zoo for row in rows}))

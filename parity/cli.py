@@ -10,6 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +20,29 @@ from rich.console import Console
 from parity.bench import bench
 from parity.certification import Certification, screened, with_controls
 from parity.explain import explain
+from parity.options import (
+    ArmName,
+    AsJson,
+    Boundary,
+    Dtype,
+    EngineName,
+    Families,
+    FamilyName,
+    Mode,
+    Names,
+    NoReports,
+    Reports,
+    Seed,
+    Size,
+    Task,
+    Timeout,
+    Zoo,
+)  # fmt: skip
 from parity.progress import Progress, print_summary
 from parity.record import diff as differences
 from parity.record import gate as gates
+from parity.record.evidence import evidence_of, name_of, read_all, read_evidence
 from parity.record.evidence import merge as merge_evidence
-from parity.record.evidence import name_of, read_all, read_evidence
 from parity.record.files import RecordError
 from parity.record.fresh import missing_or_stale
 from parity.record.junit import write_junit
@@ -31,35 +50,17 @@ from parity.record.line import subject
 from parity.record.report import write_reports, write_summary
 from parity.rows.case import CASE
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover, usual_sources
-from parity.rows.row import Row
+from parity.rows.row import DEFAULT_ARMS, Row
 from parity.run.nursery import RunError
 from parity.runtime.allowlist import FILE, Allowlist, AllowlistError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
 console = Console(stderr=True, emoji=False)
 
-Names = list[str]
-Zoo = Annotated[Names, typer.Option("--zoo", help="Exact zoo; repeatable.")]
-FamilyName = Annotated[Names, typer.Option("--family", help="Exact family; repeatable.")]
-Task = Annotated[Names, typer.Option("--task", help="Exact task; repeatable.")]
-Mode = Annotated[Names, typer.Option("--mode", help="inference or training; repeatable.")]
-ArmName = Annotated[Names, typer.Option("--arm", help="eager, bare, graphed or native; repeatable.")]
-Dtype = Annotated[
-    Names, typer.Option("--dtype", help="float16, bfloat16 or float32: what autocast casts to in a training row; repeatable.")
-]
-Size = Annotated[str, typer.Option("--size", help="recommended, native, all, or an edge in pixels.")]
-Boundary = Annotated[str | None, typer.Option("--boundary", help="Only rows cut there, such as 'whole'.")]
-EngineName = Annotated[str, typer.Option("--engine", help="cuda, emulated, or auto: cuda where a child finds a device.")]
-Families = Annotated[
-    Names, typer.Option("--families", help="Folder of families; repeatable. Default: ./families, else those installed.")
-]
-Reports = Annotated[Path, typer.Option("--reports", help="Where evidence, allowlist and matrix lie.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-
 
 def sources_of(families: Sequence[str], cases: Sequence[str] = ()) -> list[str]:
     """Where families come from, seen from the current folder, and the case files."""
-    return [*usual_sources(families, Path("families")), *cases]
+    return [*usual_sources(families), *cases]
 
 
 def _print(value: Any) -> None:
@@ -105,12 +106,12 @@ def certify(
     dtype: Dtype = [], size: Size = "recommended", boundary: Boundary = None,  # noqa: B006
     engine: EngineName = "auto", families: Families = [],  # noqa: B006
     reports: Reports = Path("reports"),
-    no_reports: Annotated[bool, typer.Option("--no-reports", help="Leave reports/ untouched.")] = False,
+    no_reports: NoReports = False,
     resume: Annotated[bool, typer.Option("--resume", help="Only rows without evidence, or whose evidence is stale.")] = False,
     shard: Annotated[str, typer.Option("--shard", help="i/n: this machine's part; join the parts with `parity report --merge`.")] = "",
     slots: Annotated[int, typer.Option("--slots", help="Children per device; 0: as many as make sense.")] = 0,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds per row.")] = 300.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of weights and probes.")] = 0,
+    timeout: Timeout = 300.0,
+    seed: Seed = 0,
     isolation: Annotated[str, typer.Option("--isolation", help="warm; fork or spawn: one row per process.")] = "warm",
     explain_refused: Annotated[
         bool, typer.Option("--explain/--no-explain", help="Study refused rows afterwards: why, where, and where to cut.")
@@ -156,8 +157,8 @@ def certify(
         raise typer.Exit(130) from None
     wanted = {row.id for row in (emulated if run.engine == "emulated" else rows)}
     if as_json:
-        order = {"bare": 0, "graphed": 1, "native": 2, "eager": 3}
-        chosen = sorted((r for r in run.tally.records if r["id"] in wanted), key=lambda r: (r["family"], order[r["arm"]]))
+        order = (*DEFAULT_ARMS, "eager")
+        chosen = sorted((r for r in run.tally.records if r["id"] in wanted), key=lambda r: (r["family"], order.index(r["arm"])))
         _print(chosen)
     print_summary(console, run, wanted)
     raise typer.Exit(run.tally.exit_code)
@@ -227,19 +228,21 @@ def gate(
         groups = {str(evidence): read_evidence(evidence)}
     else:
         groups = {n: records for n, records in read_all(reports).items() if records and records[0]["engine"] == "cuda"}
+    commands = gates.Commands(tuple(families), reports, allowlist.parent if allowlist is not None else reports)
     findings = []
-    for records in groups.values():
+    for name, records in groups.items():
+        files = [evidence] if evidence is not None else evidence_of(reports, name)
         versions = {r["zoo"]: r["zoo_version"] for r in records}
-        due = missing_or_stale(rows, records, catalogue.declaration, versions)
-        stale = {row.id: why for row, why in due if why != "no evidence yet"}
-        findings += gates.gate(records, held, rows, stale=stale, complete=complete)
+        stale = {row.id: why for row, why in missing_or_stale(rows, records, catalogue.declaration, versions)}
+        here = replace(commands, evidence=tuple(files))
+        findings += gates.gate(records, held, rows, stale=stale, complete=complete, commands=here)
     if as_json:
         _print([f.to_dict() for f in findings])
     else:
         if findings:
-            typer.echo(gates.render(findings))
+            typer.echo(gates.render(findings, commands))
         told = f"{len(findings)} finding{'s' * (len(findings) != 1)} in {len(groups)} environment{'s' * (len(groups) != 1)}"
-        lacking = f"no evidence of a GPU in {reports / 'evidence'}, so nothing to compare; `parity certify --engine cuda` records it"
+        lacking = f"no evidence of a GPU in {reports / 'evidence'}, so nothing to compare; `{commands.certify()}` records it"
         typer.echo(told if groups else lacking)
     raise typer.Exit(gates.exit_code(findings) if groups else 2)
 

@@ -16,8 +16,9 @@ import typer
 
 from parity.certification import STUDY, studies
 from parity.judge.outcome import Outcome
+from parity.options import AsJson, EngineName, Families, Names, Seed
 from parity.record.explanation import Explanation, explanation, render
-from parity.rows.discovery import Catalogue, DiscoveryError, discover, is_case, usual_sources
+from parity.rows.discovery import Catalogue, discover, is_case, usual_sources
 from parity.rows.row import Row
 from parity.run.isolate import Options, probe, warming
 
@@ -68,7 +69,7 @@ def target_of(text: str, inputs: Sequence[str], families: Sequence[str], folder:
     if text.count("/") == 5:
         if inputs:
             raise BadTarget("--input is for package.module:factory; a row draws the inputs that its family declares")
-        catalogue = discover(usual_sources(families, Path("families")))
+        catalogue = discover(usual_sources(families))
         row = Row.parse(text)
         declared = catalogue.declaration(row).rows()
         if row.with_arm(declared[0].arm) not in [r.with_arm(declared[0].arm) for r in declared]:
@@ -135,12 +136,12 @@ def _at_fault(studied: Outcome, judged: Outcome, given: str) -> str:
 
 def explain(
     target: Annotated[str, typer.Argument(help="A row's id, a case file (it is executed), or package.module:factory.")],
-    input: Annotated[list[str], typer.Option("--input", help="For a factory, per argument: 1x3x224x224 or 1x16:int64.")] = [],  # noqa: B006
-    engine: Annotated[str, typer.Option("--engine", help="cuda, emulated, or auto: cuda where a child finds a device.")] = "auto",
-    families: Annotated[list[str], typer.Option("--families", help="Folder of families; repeatable.")] = [],  # noqa: B006
+    input: Annotated[Names, typer.Option("--input", help="For a factory, per argument: 1x3x224x224 or 1x16:int64.")] = [],  # noqa: B006
+    engine: EngineName = "auto",
+    families: Families = [],  # noqa: B006
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds for each look at the model.")] = 300.0,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of weights and probes.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    seed: Seed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Say why a model cannot be captured or replays wrong numbers: cause, operation, line, submodule, what to do, where to cut.
 
@@ -155,6 +156,3 @@ def explain(
         told: dict[str, Any] = answer(target_of(target, input, families, folder), engine, timeout=timeout, seed=seed)
     typer.echo(json.dumps(told, indent=1, sort_keys=True) if as_json else render(told))
     raise typer.Exit(0 if told["expected"] else 1)
-
-
-__all__ = ["BadTarget", "DiscoveryError", "answer", "explain", "target_of"]

@@ -5,7 +5,7 @@ The test of a refused row ends when the row is explained: after all rows were ju
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from parity.record.explanation import recorded, render
 from parity.record.files import RecordError
 from parity.record.learned import FIELD
 from parity.record.line import Record, is_expected, rerun
-from parity.record.told import explanation
+from parity.record.told import in_full
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover, usual_sources
 from parity.rows.row import ARMS, MODES, Row
 from parity.run.nursery import RunError
@@ -126,9 +126,9 @@ class Matrix:
         )
         self.left = {row.id for row in rows} - {row.id for row in self.run.rows}
         self.records: dict[str, Record] = {}
-        self._stream: Iterator[Record] = self._told()
+        self._stream = self._told()
 
-    def _told(self) -> Iterator[Record]:
+    def _told(self) -> Generator[Record, None, None]:
         yield from self.run.run()
         for records in self.run.explanations():
             yield from records
@@ -151,7 +151,7 @@ class Matrix:
         return self.run.tally.survived
 
     def close(self) -> None:
-        self._stream.close()  # type: ignore[attr-defined]
+        self._stream.close()
 
 
 @pytest.fixture(scope="session")
@@ -187,7 +187,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for note in matrix.run.notes:
         terminalreporter.write_line(f"parity: {note}", yellow=True)
     for record in matrix.run.tally.survived:
-        terminalreporter.write_line(f"parity: a control did not do what it must, this run is void: {explanation(record)}", red=True)
+        terminalreporter.write_line(f"parity: a control did not do what it must, this run is void: {in_full(record)}", red=True)
 
 
 def judge(row: Row, matrix: Matrix) -> None:
@@ -199,6 +199,6 @@ def judge(row: Row, matrix: Matrix) -> None:
     if record["verdict"] == "unavailable":
         pytest.skip(record["message"] or "unavailable")
     if not is_expected(record):
-        pytest.fail(explanation(record), pytrace=False)
+        pytest.fail(in_full(record), pytrace=False)
     if FIELD in record:
         print(render(recorded(record)))  # as declared, so the test passes: pytest shows it with -rP

@@ -9,14 +9,14 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 
 from parity.certification import Certification
 from parity.judge.outcome import CLASSES
 from parity.judge.verdict import VERDICTS
 from parity.record.grade import graded
 from parity.record.line import CONTROLS, Record, is_expected
-from parity.record.told import explanation, line
+from parity.record.told import in_full, line
 from parity.rows.row import Row
 
 
@@ -27,9 +27,9 @@ class Progress:
     def __init__(self, console: Console, rows: Sequence[Row], engine: str) -> None:
         self.console = console
         self.records: list[Record] = []
-        self.controls = all(row.zoo == CONTROLS for row in rows)
+        self.only_controls = all(row.zoo == CONTROLS for row in rows)
         self.bar = Bar(
-            TextColumn(f"{engine}"),
+            TextColumn(engine),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -49,8 +49,8 @@ class Progress:
 
     def advance(self, record: Record) -> None:
         self.records.append(record)
-        self.bar.update(self.task, advance=1, description=counted(self.records))
-        told = not self.console.is_terminal and (self.controls or record["zoo"] != CONTROLS)
+        self.bar.update(self.task, advance=1, description=", ".join(by_verdict(self.records)))
+        told = not self.console.is_terminal and (self.only_controls or record["zoo"] != CONTROLS)
         if told or not is_expected(record):
             self.console.print(line(record), markup=False, highlight=False, soft_wrap=True)
 
@@ -62,27 +62,29 @@ class Progress:
             self.console.print(f"{told}: {name}", markup=False, highlight=False, soft_wrap=True)
 
 
-def counted(records: Iterable[Record]) -> str:
-    """How many of each verdict, in their order, those of training by class: ``2 certified (exact), 1 wrong``."""
+def by_verdict(records: Iterable[Record]) -> list[str]:
+    """How many of each verdict, in their order, those of training by class: ``2 certified (exact)``, ``1 wrong``."""
     found = Counter((VERDICTS.index(r["verdict"]), CLASSES.index(r["class"]) if r.get("class") else -1, graded(r)) for r in records)
-    return ", ".join(f"{count} {word}" for (_, _, word), count in sorted(found.items()))
+    return [f"{count} {word}" for (_, _, word), count in sorted(found.items())]
 
 
 def print_summary(console: Console, run: Certification, wanted: set[str]) -> None:
     """Verdicts by zoo, mode and arm, then every record that is not as expected, then what the run means."""
     console.print(f"{run.engine} engine" + ("" if run.engine == "cuda" else ": screened, not certified"), style="italic")
-    table = Table("zoo", "mode", "arm", "rows", "verdicts", "not as declared")
+    table = Table("zoo", "mode", "arm", "rows", Column("verdicts", no_wrap=True), "not as declared")
     by_arm: dict[tuple[str, str, str], list[Record]] = {}
     for record in run.tally.records:
         by_arm.setdefault((record["zoo"], record["mode"], record["arm"]), []).append(record)
     for (zoo, mode, arm), records in sorted(by_arm.items()):
-        table.add_row(zoo, mode, arm, str(len(records)), counted(records), str(sum(not is_expected(r) for r in records) or ""))
+        table.add_row(
+            zoo, mode, arm, str(len(records)), "\n".join(by_verdict(records)), str(sum(not is_expected(r) for r in records) or "")
+        )
     console.print(table)
     absent = Counter(r["message"] for r in run.tally.records if r["verdict"] == "unavailable" and not is_expected(r))
     for why, count in absent.items():
         console.print(f"{count} not judged: {why}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for record in run.tally.unexpected:
-        console.print("\n" + explanation(record), markup=False, highlight=False, soft_wrap=True)
+        console.print("\n" + in_full(record), markup=False, highlight=False, soft_wrap=True)
     for note in run.notes:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     missing = len(wanted - {r["id"] for r in run.tally.records})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ from parity.progress import Progress, print_summary
 from parity.record.evidence import read_evidence
 from parity.record.files import RecordError
 from parity.record.line import record_of, verdict
-from parity.record.told import explanation, line
+from parity.record.told import in_full, line
 from parity.rows.discovery import Catalogue, DiscoveryError, Selection, discover
 from parity.rows.family import Expect
 from parity.rows.row import ARMS, Row, Settings
@@ -426,7 +427,7 @@ def test_a_study_that_fails_says_so_and_changes_no_verdict(
     assert run.tally.exit_code == code
     assert {r["verdict"] for r in groups[0]} == {"wrong"}
     assert set(told_of(run).values()) == {"took longer than 300 s"}
-    assert "incomplete took longer than 300 s" in explanation(groups[0][0])
+    assert "incomplete took longer than 300 s" in in_full(groups[0][0])
 
 
 def test_where_no_study_can_be_made_a_note_says_so(catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,8 +529,8 @@ def test_a_refused_row_in_real_children(tmp_path: Path) -> None:
 
 def test_an_explained_row_says_why_in_its_words(catalogue: Catalogue) -> None:
     _, ((found,),) = explained(catalogue, "sabotaged")
-    told = explanation(found)
-    without = explanation({name: value for name, value in found.items() if name != "explanation"}).splitlines()
+    told = in_full(found)
+    without = in_full({name: value for name, value in found.items() if name != "explanation"}).splitlines()
     assert [told.splitlines()[0], *told.splitlines()[-2:]] == [without[0], *without[-2:]]
     assert "cut        Seam(pieces=('stem',)" in told
     assert "first off  call 2 (probe B), in head: aten::mul" in told
@@ -567,7 +568,7 @@ def test_the_command_names_a_case_file_and_a_folder_that_is_not_the_usual_one(tm
 
 def test_an_explanation_says_why_where_how_again_and_what_to_do(catalogue: Catalogue) -> None:
     (row,) = select(catalogue, "sabotaged")
-    told = explanation(record(catalogue, row))
+    told = in_full(record(catalogue, row))
     assert told.splitlines() == [
         "small/sabotaged/detect/inference/b1-float32/bare is wrong (python-counter), expected screened",
         "  check      replay: call B: output: 4 of 4 elements",
@@ -580,7 +581,7 @@ def test_an_explanation_says_why_where_how_again_and_what_to_do(catalogue: Catal
 
 def test_the_declaration_it_proposes_is_one_and_makes_the_row_expected(catalogue: Catalogue) -> None:
     (row,) = select(catalogue, "sabotaged")
-    proposed = explanation(record(catalogue, row)).rpartition("expected=")[2]
+    proposed = in_full(record(catalogue, row)).rpartition("expected=")[2]
     (expect,) = eval(proposed, {"Expect": Expect})["bare"]
     assert as_expected(verdict(record(catalogue, row)), expect)
 
@@ -588,14 +589,14 @@ def test_the_declaration_it_proposes_is_one_and_makes_the_row_expected(catalogue
 @pytest.mark.parametrize(("status", "cure"), [("timed_out", "--timeout"), ("out_of_memory", "--slots 1"), ("crashed", "alone")])
 def test_of_a_child_that_never_told_a_verdict_no_declaration_is_proposed(catalogue: Catalogue, status: str, cure: str) -> None:
     (row,) = select(catalogue, "sabotaged")
-    told = explanation(record(catalogue, row) | {"verdict": status, "cause": "unknown"})
+    told = in_full(record(catalogue, row) | {"verdict": status, "cause": "unknown"})
     assert cure in told.splitlines()[-1]
     assert "Expect(" not in told
 
 
 def test_what_an_explained_row_tells_stands_there_once(catalogue: Catalogue, tmp_path: Path) -> None:
     _, groups = explained(catalogue, "sabotaged", reports=tmp_path)
-    told = explanation(groups[0][0])
+    told = in_full(groups[0][0])
     assert told.count("_models.py:20") == 2, "its line, and where it went off first"
     assert told.count("call B: output: 4 of 4 elements") == 1
     assert "cannot be seen here" not in told, "as long as all the rest, and the same for every row"
@@ -636,6 +637,18 @@ def test_a_log_tells_of_controls_only_where_they_fail_or_are_asked_for(catalogue
     assert sorted(log(rows)) == ["ec", "must_fail"]
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_summary_breaks_no_verdict(trains: Catalogue, width: int) -> None:
+    run = Certification(trains, trains.select(Selection(modes=("training",))), controls=True)
+    list(run.run())
+    console = Console(file=io.StringIO(), width=width)
+    print_summary(console, run, set())
+    lines = [text.split("│")[5].strip() for text in console.file.getvalue().splitlines() if text.startswith("│")]  # type: ignore[attr-defined]
+    told = [text for text in lines if text]
+    assert "3 screened (eager_noise)" in told
+    assert all(re.fullmatch(r"\d+ \w+( \(\w+\))?", text) for text in told), told
+
+
 def test_a_screened_run_says_what_it_left_out_and_how_to_ask_for_it(trains: Catalogue) -> None:
     rows = select(trains, "healthy")
     assert left_out(rows, rows) == ""
@@ -648,9 +661,17 @@ def test_a_screened_run_says_what_it_left_out_and_how_to_ask_for_it(trains: Cata
     assert f"left out without a GPU: {run.left}\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_case_file_is_not_told_to_declare_what_it_cannot(catalogue: Catalogue) -> None:
+    of_family = record(catalogue, select(catalogue, "sabotaged")[0])
+    assert "declare it in the family" in in_full(of_family)
+    told = in_full(of_family | {"zoo": "case"})
+    assert told.endswith("settle     mend the model: a case file declares no expectation")
+    assert "--timeout SECONDS" in in_full(of_family | {"zoo": "case", "verdict": "timed_out"})
+
+
 def test_an_unexpectedly_better_row_says_which_line_to_take_out(catalogue: Catalogue) -> None:
     (row,) = select(catalogue, "better")
-    told = explanation(record(catalogue, row))
+    told = in_full(record(catalogue, row))
     assert "is screened (no cause needed), expected wrong (scales every result by a Python counter)" in told
     assert "take the expectation for arm 'bare' out of the family's declaration" in told
 
@@ -668,7 +689,7 @@ def test_a_line_and_an_explanation_of_training_tell_class_cause_and_proof(trains
     assert told == f"screened (eager_noise) {noisy.id}  nondeterministic-kernel  proved by cudnn-deterministic, math-sdpa"
     (unproven,) = select(trains, "unproven")
     assert line(record(trains, unproven)) == f"unproven      {unproven.id}  unknown  (expected screened)"
-    lines = explanation(record(trains, unproven)).splitlines()
+    lines = in_full(record(trains, unproven)).splitlines()
     assert lines[0] == f"{unproven.id} is unproven (unknown), expected screened"
     assert lines[3] == (
         "  again      parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32 "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from doors import CASE, ROOT, FakePool, fake_probe, write_families
 from parity import certification
 from parity.cli import main, sources_of
 from parity.record.evidence import read_all
+from parity.runtime.allowlist import FILE
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -44,6 +46,15 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     yield with_families
     for name in [n for n in sys.modules if n.split(".")[0] in ("small_zoos", "trained_zoos")]:
         del sys.modules[name]
+
+
+DEVICE = {"gpu": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0", "cuda": "13.0", "zoos": {"small": {"zoo": "1.0"}}}
+
+
+@pytest.fixture
+def device(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probes find a GPU."""
+    monkeypatch.setattr(certification, "probe", lambda *_: {"engine": "cuda", "devices": ["0"], "environment": DEVICE})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -246,9 +257,8 @@ def test_training_is_screened_only_where_it_is_asked_for(cli: Cli) -> None:
     assert "the mode is inference unless --mode names training" in " ".join(out.split())
 
 
-def test_on_a_gpu_both_modes_are_judged(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = {"gpu": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0", "cuda": "13.0", "zoos": {"small": {"zoo": "1.0"}}}
-    monkeypatch.setattr(certification, "probe", lambda *_: {"engine": "cuda", "devices": ["0"], "environment": device})
+@pytest.mark.usefixtures("device")
+def test_on_a_gpu_both_modes_are_judged(cli: Cli) -> None:
     records = judged(cli, "--family", "healthy", "--task", "detect")
     assert {(r["mode"], r["arm"]) for r in records} == {
         ("inference", "bare"), ("inference", "graphed"), ("training", "graphed"), ("training", "native"),
@@ -271,7 +281,8 @@ def test_records_of_training_carry_class_and_proof_and_the_command(cli: Cli) -> 
 def test_a_summary_tells_classes_and_a_failure_its_command(cli: Cli) -> None:
     code, _, err = cli("certify", *TRAINED, "--family", "noisy", "--family", "unproven", "--mode", "training", "--no-reports")
     assert code == 1
-    assert "3 screened (eager_noise), 1 unproven" in err
+    table = [line.split("│")[5].strip() for line in err.splitlines() if line.startswith("│")]
+    assert table == ["1 wrong", "1 screened (exact)", "3 screened (eager_noise)", "1 unproven"]
     assert "screened (eager_noise) small/noisy/detect/training/b2-float16/graphed  nondeterministic-kernel  proved by " in err
     assert "small/unproven/detect/training/b2-float32/graphed is unproven (unknown), expected screened" in err
     assert "again      parity certify --zoo small --family unproven --task detect --mode training --arm graphed --dtype float32" in err
@@ -284,10 +295,9 @@ def test_a_surviving_control_of_training_voids_the_run(cli: Cli, monkeypatch: py
     assert "This run is void: controls that must do otherwise: must_drop" in err
 
 
+@pytest.mark.usefixtures("device")
 def test_gate_and_diff_of_training(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Committed evidence of a GPU, then a run whose noise needs another condition."""
-    device = {"gpu": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0", "cuda": "13.0", "zoos": {"small": {"zoo": "1.0"}}}
-    monkeypatch.setattr(certification, "probe", lambda *_: {"engine": "cuda", "devices": ["0"], "environment": device})
     chosen = (*TRAINED, "--family", "noisy", "--mode", "training")
     assert cli("certify", *chosen)[0] == 0
     assert cli("gate", *chosen)[0] == 0
@@ -394,33 +404,60 @@ def _findings(cli: Cli, *words: str) -> tuple[int, set[tuple[str, str]]]:
     return code, {(f["kind"], f["row"]) for f in json.loads(out)}
 
 
+@pytest.mark.usefixtures("device")
 def test_the_gate_wants_the_controls_beside_what_was_chosen(cli: Cli, tmp_path: Path) -> None:
-    cli("certify", "--family", "healthy", "--arm", "graphed")
-    (evidence,) = (tmp_path / "reports" / "evidence").glob("*.jsonl")
     chosen = ("--family", "healthy", "--arm", "graphed")
-    code, found = _findings(cli, str(evidence), *chosen)
-    assert code == 2  # emulated evidence has no baseline anywhere
-    assert {kind for kind, _ in found} == {"no baseline"}
+    cli("certify", *chosen)
+    (evidence,) = (tmp_path / "reports" / "evidence").glob("*.jsonl")
+    assert _findings(cli, str(evidence), *chosen) == (0, set())
     lines = evidence.read_text().splitlines(keepends=True)
     evidence.write_text("".join(line for line in lines if json.loads(line)["family"] != "must_fail"))
-    missing = {row for kind, row in _findings(cli, str(evidence), *chosen)[1] if kind == "missing row"}
-    assert missing
-    assert all(row.startswith("controls/must_fail/") for row in missing)
+    code, found = _findings(cli, str(evidence), *chosen)
+    assert code == 1
+    assert {(kind, row.split("/")[1]) for kind, row in found} == {("missing row", "must_fail")}
+
+
+def test_emulated_evidence_is_told_only_that_it_has_no_baseline(cli: Cli, tmp_path: Path) -> None:
+    cli("certify", "--family", "healthy", "--arm", "graphed")
+    (evidence,) = (tmp_path / "reports" / "evidence").glob("*.jsonl")
+    code, out, _ = cli("gate", str(evidence))
+    assert code == 2
+    first, command, count = out.splitlines()
+    assert first.startswith("no baseline: emulated-cpu-torch2.14.1: ")
+    assert command.strip() == "parity certify --engine cuda --families small_zoos"
+    assert count == "1 finding in 1 environment"
+
+
+@pytest.mark.usefixtures("device")
+def test_what_the_gate_tells_to_type_writes_where_the_gate_looked(cli: Cli, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cli("certify", "--family", "healthy", "--reports", "fresh")
+    cli("certify", "--family", "ec", "--reports", "held")
+    chosen = ("--zoo", "small", "--mode", "inference", "--reports", "fresh", "--allowlist", f"held/{FILE}")
+    code, out, _ = cli("gate", *chosen)
+    assert code == 1
+    commands = [line.strip() for line in out.splitlines() if line.startswith("    ")]
+    again, update = "--families small_zoos --reports fresh", "parity report --reports held --merge fresh/evidence/"
+    assert all(c.endswith(again) or c.startswith(update) for c in commands), commands
+    assert not (tmp_path / "reports").exists()
+    for command in commands:
+        main(shlex.split(command.partition("  #")[0])[1:])
+    capfd.readouterr()
+    assert not (tmp_path / "reports").exists()
+    assert _findings(cli, *chosen) == (0, set())
 
 
 def test_a_gate_without_evidence_is_exit_2(cli: Cli) -> None:
     cli("certify", "--family", "healthy")
     code, out, _ = cli("gate", "--family", "healthy")
     assert code == 2
-    assert "`parity certify --engine cuda` records it" in out
+    assert "`parity certify --engine cuda --families small_zoos` records it" in out
 
 
+@pytest.mark.usefixtures("device")
 def test_the_gate_of_everything_misses_a_family_that_is_declared_no_more(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nobody would judge it again, and the runtime would go on replaying it."""
-    device = {"gpu": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0", "cuda": "13.0", "zoos": {"small": {"zoo": "1.0"}}}
-    monkeypatch.setattr(certification, "probe", lambda *_: {"engine": "cuda", "devices": ["0"], "environment": device})
     cli("certify", "--zoo", "small", "--mode", "inference", "--no-explain")
     assert main(["gate", "--families", "small_zoos", "--zoo", "small", "--mode", "inference", "--json"]) == 0
     small = tmp_path / "small_zoos" / "small.py"

@@ -79,7 +79,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def small(families: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to stand in; ``told`` and ``run`` know the small zoo."""
-    monkeypatch.setattr(door, "usual_sources", lambda named, here: [families])
+    monkeypatch.setattr(door, "usual_sources", lambda named: [families])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(certification, "Pool", FakePool)
     monkeypatch.setattr(door, "warming", lambda *_: SimpleNamespace(close=lambda: None))
@@ -233,6 +233,8 @@ def test_a_study_that_died_is_told_and_the_verdict_stays() -> None:
         ("", ("", 0, "")),
         ("no line here", ("", 0, "no line here")),
         ("c:x.py:3 y", ("c:x.py", 3, "y")),
+        ("my case.py:3 x[0:1 ]", ("my case.py", 3, "x[0:1 ]")),
+        ("<string>:4", ("<string>", 4, "")),
     ],
 )
 def test_a_place_is_taken_apart(where: str, parts: tuple[str, int, str]) -> None:
@@ -276,15 +278,17 @@ def test_the_command_line_knows_it(small: Path, capsys: pytest.CaptureFixture[st
 # ---------------------------------------------------------------- real children
 def test_a_case_and_factories_in_real_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("reads.py").write_text(READS)
-    found = told("reads.py", tmp_path)
+    Path("reads it.py").write_text(READS)
+    found = told("reads it.py", tmp_path)
+    assert found["id"].startswith("case/reads_it/inference/")
+    assert Path(found["file"]).name == "reads it.py"
     assert (found["verdict"], found["cause"]) == ("uncapturable", "host-sync")
     assert found["code"] == "if y.sum() > 4:"
     assert [r["cause"] for r in found["reasons"]] == ["host-sync", "h2d-copy"]
     assert found["seam"]["code"].startswith("Seam(pieces=('stem',), ")
     assert found["arms"]["graphed"]["verdict"] == "uncapturable"
     text = render(found)
-    assert text.startswith("reads.py: uncapturable (host-sync)")
+    assert text.startswith("reads it.py: uncapturable (host-sync)")
     assert "-> a tensor is made of Python values in every forward" in text
 
 

@@ -25,7 +25,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "parity.record": ("parity.record", "parity.rows", "parity.judge.outcome", "parity.judge.verdict", "parity.runtime.allowlist"),
     "parity": ("parity",),  # the doors
 }
-TORCH_ALONE = ("torch",)
 NO_TORCH = (
     "parity.rows",
     "parity.record",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from parity.record.grade import cause_of, graded, proof_text
+from parity.record.grade import cause_of, proof_text, verdict_text
 from parity.record.line import Record, census
 
 KINDS: Final = ("environment", "removed", "added", "verdict", "cause", "class", "proof", "where", "kernels", "figures")
@@ -38,21 +38,17 @@ def diff(old: Iterable[Record], new: Iterable[Record]) -> list[Change]:
     changes = _environments(before.values(), after.values())
     for key in sorted(before.keys() | after.keys()):
         if key not in after:
-            changes.append(Change(key, "removed", f"was {_verdict(before[key])}, has no evidence now"))
+            changes.append(Change(key, "removed", f"was {verdict_text(before[key])}, has no evidence now"))
         elif key not in before:
-            changes.append(Change(key, "added", f"is {_verdict(after[key])}, had no evidence"))
+            changes.append(Change(key, "added", f"is {verdict_text(after[key])}, had no evidence"))
         else:
             changes += (Change(key, kind, told) for kind, told in _row(before[key], after[key]))
     return sorted(changes, key=lambda change: (KINDS.index(change.kind), change.row))
 
 
-def _verdict(record: Record) -> str:
-    return f"{record['verdict']} ({record['cause']})" if record["cause"] else graded(record)
-
-
 def _row(old: Record, new: Record) -> Iterable[tuple[str, str]]:
     if old["verdict"] != new["verdict"]:
-        yield "verdict", f"{_verdict(old)} -> {_verdict(new)}"
+        yield "verdict", f"{verdict_text(old)} -> {verdict_text(new)}"
     elif cause_of(old) != cause_of(new):
         yield "cause", f"{cause_of(old) or 'none'} -> {cause_of(new) or 'none'}"
     if old.get("class") != new.get("class"):

@@ -1,6 +1,4 @@
-"""Evidence files: one per environment, a row a line, appended as rows finish.
-
-A line that is not ours is an error, never skipped.
+"""Evidence files: one per environment, a row a line, appended as rows finish. A line that is not ours is an error, never skipped.
 
 A line is written by one ``write`` under a lock and synced. A process killed inside that write leaves a last line
 without its end: reading such a file is an error that names the repair; opening it to append completes the line where it
@@ -12,10 +10,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from parity.record.files import FULL, RecordError, sync_folder, write_atomic, write_error
@@ -26,6 +24,12 @@ def evidence_path(reports: str | Path, environment: Mapping[str, Any], engine: s
     """Where an environment's evidence lies. ``shard``: ``1/3`` gives a file of its own, to be merged later."""
     suffix = f".shard-{shard.replace('/', '-of-')}" if shard else ""
     return Path(reports) / "evidence" / f"{environment_name(environment, engine)}{suffix}.jsonl"
+
+
+def evidence_of(reports: str | Path, name: str) -> list[Path]:
+    """The files that hold an environment's evidence, shards included."""
+    folder = Path(reports) / "evidence"
+    return sorted([*folder.glob(f"{name}.jsonl"), *folder.glob(f"{name}.shard-*.jsonl")])
 
 
 def name_of(record: Mapping[str, Any]) -> str:
@@ -95,7 +99,7 @@ def read_all(reports: str | Path) -> dict[str, list[Record]]:
     folder = Path(reports) / "evidence"
     paths = sorted(folder.glob("*.jsonl"))
     if not paths:
-        raise RecordError(f"{folder}: no evidence here; `parity certify` writes it")
+        raise RecordError(f"{folder}: no evidence here; `parity certify --reports {shlex.quote(str(reports))}` writes it")
     grouped: dict[str, list[list[Record]]] = {}
     for path in paths:
         if records := read_evidence(path):
@@ -213,14 +217,6 @@ class EvidenceFile:
             records = mark_healed(found[key] for key in sorted(found))
             write_atomic(self.path, render(records))
             self.records = {record["id"]: record for record in records}
-
-    close = compact
-
-    def __enter__(self) -> EvidenceFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.compact()
 
     def _write(self, descriptor: int, data: bytes) -> None:
         """All of ``data`` or nothing of it."""

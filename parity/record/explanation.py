@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from parity.rows.row import Row
 
 _SAFE: Final = "Nothing was found that a graph cannot record."
 _SAFE_BUT: Final = "The verdict is about what this engine sees. What is listed above is known of the operation: a device refuses it."
+_PLACE: Final = re.compile(r"(?P<file>\S+|.+?\.py):(?P<line>\d+)(?: (?P<code>.*))?", re.DOTALL)
 _UNTRIED: Final = "not tried"
 """How the proof of a cut begins that nothing was captured for."""
 Explanation = dict[str, Any]
@@ -81,9 +83,8 @@ def _stale(outcome: Outcome, check: str) -> list[str]:
 
 def place(where: str) -> tuple[str, int, str]:
     """File, line and code of ``file:line code``; empty parts where there are none."""
-    head, _, code = where.partition(" ")
-    file, colon, line = head.rpartition(":")
-    return (file, int(line), code) if colon and line.isdecimal() else ("", 0, where)
+    found = _PLACE.fullmatch(where)
+    return (found["file"], int(found["line"]), found["code"] or "") if found else ("", 0, where)
 
 
 def _reason(cause: str, where: str, reasons: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from parity.judge import outcome as _outcome
 from parity.judge.outcome import PROTOCOL
 from parity.rows.family import Family
 from parity.rows.row import Row
@@ -110,7 +109,7 @@ def fingerprint(family: Family | Training) -> str:
 
 
 @functools.cache
-def judge_fingerprint(mode: str, engine: str, package: Path = Path(str(_outcome.__file__)).parents[1]) -> str:
+def judge_fingerprint(mode: str, engine: str, package: Path = Path(__file__).parents[1]) -> str:
     """Hash of the code that decides a verdict of that mode and engine: its protocol, ``judge/<mode>.py``, and every module of ours that
     it imports, however deep. Code that only the other mode's judge imports does not count, nor does the emulated device where there was
     a real one.
@@ -167,22 +166,16 @@ def sources_hash(folder: Path, files: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def stale(record: Mapping[str, Any], fingerprint: str, zoo_version: str, protocol: int = PROTOCOL, judge: str = "") -> str:
-    """Why a record no longer holds, as a sentence; empty where it does. ``judge``: default the one installed here."""
-    now = {
-        "protocol": protocol,
-        "fingerprint": fingerprint,
-        "judge": judge or judge_fingerprint(record["mode"], record["engine"]),
-        "zoo_version": zoo_version,
-    }
-    said = {
-        "protocol": "the protocol",
-        "fingerprint": "the family's declaration or builder",
-        "judge": "the judge or the runtime",
-    }
-    for name, value in now.items():
+def stale(record: Mapping[str, Any], fingerprint: str, zoo_version: str) -> str:
+    """Why a record does not hold for the judge installed here, this declaration and this zoo, as a sentence; empty where it does."""
+    today = (
+        ("protocol", PROTOCOL, "the protocol"),
+        ("fingerprint", fingerprint, "the family's declaration or builder"),
+        ("judge", judge_fingerprint(record["mode"], record["engine"]), "the judge or the runtime"),
+        ("zoo_version", zoo_version, f"the version of {record['zoo']}"),
+    )
+    for name, value, what in today:
         if record[name] != value:
-            what = said.get(name, f"the version of {record['zoo']}")
             return f"{what} changed: {record[name]!r} then, {value!r} now"
     return ""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from parity.judge.verdict import SAFE
@@ -18,7 +19,8 @@ from parity.record.line import CONTROLS, Record, is_expected, rerun
 from parity.rows.row import Row
 from parity.runtime.allowlist import Allowlist, Certificate
 
-UPDATE: Final = "parity report"
+USUAL: Final = Path("reports")
+"""Where commands look for evidence and allowlist unless they are told."""
 
 # kind -> exit code. 2: the run itself is not to be trusted; 1: somebody must look.
 KINDS: Final[Mapping[str, int]] = {
@@ -54,6 +56,43 @@ class Finding:
         return f"{self.kind}: {self.row}: {self.message}\n    {self.command}"
 
 
+@dataclass(frozen=True)
+class Commands:
+    """What settles a finding, as it is typed where the gate ran. ``families``, ``reports``: as they were given to it. ``folder``: where
+    its allowlist lies. ``evidence``: the files that it read, which the allowlist is to be built from.
+    """
+
+    families: tuple[str, ...] = ()
+    reports: Path = USUAL
+    folder: Path = USUAL
+    evidence: tuple[Path, ...] = ()
+
+    @property
+    def update(self) -> str:
+        """Takes the evidence as the new allowlist; what lies elsewhere is merged into the evidence beside it."""
+        home = (self.folder / "evidence").resolve()
+        elsewhere = [file for file in self.evidence if file.resolve().parent != home]
+        words = ["parity", "report", *_reports(self.folder), *(word for file in elsewhere for word in ("--merge", str(file)))]
+        return shlex.join(words)
+
+    def certify(self, *words: str) -> str:
+        return self._here(shlex.join(["parity", "certify", *words, "--engine", "cuda"]))
+
+    def again(self, row: Row) -> str:
+        return self._here(rerun(row, "cuda"))
+
+    def again_or_update(self, row: Row) -> str:
+        return f"{self.again(row)}  # if it is meant: {self.update}"
+
+    def _here(self, command: str) -> str:
+        words = [*(word for name in self.families for word in ("--families", name)), *_reports(self.reports)]
+        return f"{command} {shlex.join(words)}".rstrip()
+
+
+def _reports(folder: Path) -> list[str]:
+    return ["--reports", str(folder)] if folder != USUAL else []
+
+
 def gate(
     records: Iterable[Record],
     allowlist: Allowlist,
@@ -61,8 +100,9 @@ def gate(
     *,
     stale: Mapping[str, str] | None = None,
     complete: bool = False,
+    commands: Commands = Commands(),
 ) -> list[Finding]:
-    """All findings, the worst kinds first.
+    """All findings, the worst kinds first; of emulated records that there is nothing to compare them with, and no more.
 
     ``records``: of one environment. ``rows``: those that must have evidence; records of other rows only take a family out.
     ``stale``: row id to why its record no longer holds (``fresh.missing_or_stale``). ``complete``: ``rows`` are all
@@ -72,26 +112,28 @@ def gate(
     wanted = {row.id: row for row in rows}
     declared = frozenset(family_key(vars(row)) for row in rows) if complete else None
     every = {record["id"]: record for record in records}
+    name = next(map(name_of, every.values()), "")
+    if any(record["engine"] != "cuda" for record in every.values()):
+        told = "an emulated run screens and certifies nothing, so nothing compares with it: gate evidence of a GPU"
+        return [Finding("no baseline", name, told, commands.certify())]
     last = {id_: record for id_, record in every.items() if id_ in wanted}
     findings: list[Finding] = []
-    for name in sorted({name_of(record) for record in last.values()}):
-        safe = certified(record for record in every.values() if name_of(record) == name)
+    if last:
+        safe = certified(every.values())
         found = {key: asked for key, rows_ in safe.items() if (asked := [r for r in rows_ if r["id"] in wanted])}
-        findings += _baseline(name, [r for r in last.values() if name_of(r) == name], found, allowlist, declared)
+        findings += _baseline(name, list(last.values()), found, allowlist, declared, commands)
     for row in rows:
         record = last.get(row.id)
         if record is None:
-            findings.append(Finding("missing row", row.id, "no evidence on this environment", rerun(row, "cuda")))
+            findings.append(Finding("missing row", row.id, "no evidence on this environment", commands.again(row)))
         elif row.id in stale:
-            text = f"its evidence no longer holds: {stale[row.id]}"
-            findings.append(Finding("missing row", row.id, text, rerun(row, record["engine"])))
+            findings.append(Finding("missing row", row.id, f"its evidence no longer holds: {stale[row.id]}", commands.again(row)))
         else:
-            findings += _row(row, record)
+            findings += _row(row, record, commands.again(row))
     return sorted(findings, key=lambda f: list(KINDS).index(f.kind))
 
 
-def _row(row: Row, record: Record) -> Iterable[Finding]:
-    again = rerun(row, record["engine"])
+def _row(row: Row, record: Record, again: str) -> Iterable[Finding]:
     if record["verdict"] in SAFE and row.arm != "eager" and not (record["captures"] and record["replays"]):
         counted = f"{record['captures']} captures and {record['replays']} replays"
         told = f"{record['verdict']} with {counted}: eager was compared with itself"
@@ -105,41 +147,39 @@ def _row(row: Row, record: Record) -> Iterable[Finding]:
 
 
 def _baseline(
-    name: str, records: list[Record], safe: Mapping[str, list[Record]], allowlist: Allowlist, declared: frozenset[str] | None
+    name: str,
+    records: Iterable[Record],
+    safe: Mapping[str, list[Record]],
+    allowlist: Allowlist,
+    declared: frozenset[str] | None,
+    commands: Commands,
 ) -> Iterable[Finding]:
     """``safe``: family key to those of the ``records`` that certify it. ``declared``: keys of all families there are, where that is
     known.
     """
-    listed = {c.id: c for c in allowlist.certificates if c.measured_on == name}
+    update = commands.update
     if name not in allowlist.environments:
-        emulated = all(record["engine"] != "cuda" for record in records)
-        told = (
-            "an emulated run screens and certifies nothing, so nothing compares with it: gate evidence of a GPU"
-            if emulated
-            else f"the allowlist has no baseline for it, only for {', '.join(allowlist.environments) or 'none at all'}"
-        )
-        command = "parity certify --engine cuda" if emulated else f"{UPDATE}  # then commit reports/"
-        yield Finding("no baseline", name, told, command)
+        told = f"the allowlist has no baseline for it, only for {', '.join(allowlist.environments) or 'none at all'}"
+        yield Finding("no baseline", name, told, f"{update}  # then commit {commands.folder}/")
         return
+    listed = {c.id: c for c in allowlist.certificates if c.measured_on == name}
     for key, rows in safe.items():
         if key not in listed:
-            yield Finding("unlisted success", key, f"certified on {name}, but not in the allowlist", UPDATE)
+            yield Finding("unlisted success", key, f"certified on {name}, but not in the allowlist", update)
             continue
         for row in rows if rows[0]["mode"] == "training" else ():
-            yield from _grade(name, listed[key], row)
+            yield from _grade(name, listed[key], row, commands)
         then = listed[key].environment
         if moved := sorted({f"{n} {old!r}, now {new!r}" for row in rows for n, old, new in _moved(then, row)}):
-            yield Finding("outdated certificate", key, f"was certified with {'; '.join(moved)}", UPDATE)
+            yield Finding("outdated certificate", key, f"was certified with {'; '.join(moved)}", update)
     for record in records:
         if _regressed(record, listed):
             why = f"was certified on {name}, is now {graded(record)}{_because(record['cause'])}"
             where = f" at {record['where']}" if record["where"] else ""
-            yield Finding(
-                "regression", record["id"], why + where, f"{rerun(Row.parse(record['id']), 'cuda')}  # if it is meant: {UPDATE}"
-            )
+            yield Finding("regression", record["id"], why + where, commands.again_or_update(Row.parse(record["id"])))
     if declared is not None:
         for key in sorted(set(listed) - declared):
-            yield Finding("missing row", key, f"is in the allowlist for {name}, but no row of it is declared any more", UPDATE)
+            yield Finding("missing row", key, f"is in the allowlist for {name}, but no row of it is declared any more", update)
 
 
 def _regressed(record: Record, listed: Mapping[str, Certificate]) -> bool:
@@ -151,17 +191,18 @@ def _regressed(record: Record, listed: Mapping[str, Certificate]) -> bool:
     return excludes(record) or (not proved(record) and record["id"] in listed[family_key(record)].rows)
 
 
-def _grade(name: str, certificate: Certificate, record: Record) -> Iterable[Finding]:
+def _grade(name: str, certificate: Certificate, record: Record, commands: Commands) -> Iterable[Finding]:
     """How a certified row of training differs from what its family's certificate says of it."""
     if record["id"] not in certificate.rows:
-        yield Finding("unlisted success", record["id"], f"certified on {name}, but its family's certificate does not name it", UPDATE)
+        told = f"certified on {name}, but its family's certificate does not name it"
+        yield Finding("unlisted success", record["id"], told, commands.update)
         return
     held = {grade.settings: grade for grade in map(Grade.parse, certificate.proof)}
     then, now = held.get(record["settings"]), Grade.of(record)
     if then is None:
-        yield Finding("outdated certificate", record["id"], "its certificate says neither class nor proof", UPDATE)
+        yield Finding("outdated certificate", record["id"], "its certificate says neither class nor proof", commands.update)
         return
-    again = f"{rerun(Row.parse(record['id']), 'cuda')}  # if it is meant: {UPDATE}"
+    again = commands.again_or_update(Row.parse(record["id"]))
     more, told = now.weaker_than(then), f"proved by {proof_text(then.conditions)} then, by {proof_text(now.conditions)} now"
     if now.name != then.name:
         yield Finding("class changed", record["id"], f"was {then.name} on {name}, is now {now.name}; {told}", again)
@@ -170,7 +211,7 @@ def _grade(name: str, certificate: Certificate, record: Record) -> Iterable[Find
         yield Finding("weaker proof", record["id"], f"{why}; {told}", again)
     elif then.weaker_than(now):
         why = "equal to eager under fewer conditions than its certificate says"
-        yield Finding("outdated certificate", record["id"], f"{why}; {told}", UPDATE)
+        yield Finding("outdated certificate", record["id"], f"{why}; {told}", commands.update)
 
 
 def _moved(then: Any, record: Record) -> list[tuple[str, str, str]]:
@@ -182,7 +223,7 @@ def _because(cause: str) -> str:
     return f" ({cause})" if cause else ""
 
 
-def render(findings: Sequence[Finding], shown: int = 3) -> str:
+def render(findings: Sequence[Finding], commands: Commands = Commands(), shown: int = 3) -> str:
     """Findings for a person. Of the rows missing from one zoo and mode the first ``shown``, and one command for all of them."""
     told: list[str] = []
     missing: dict[tuple[str, ...], list[Finding]] = {}
@@ -195,7 +236,7 @@ def render(findings: Sequence[Finding], shown: int = 3) -> str:
     for (zoo, mode), rows in missing.items():
         told += [str(row) for row in rows[:shown]]
         if len(rows) > shown:
-            command = shlex.join(["parity", "certify", "--zoo", zoo, "--mode", mode, "--engine", "cuda", "--resume"])
+            command = commands.certify("--zoo", zoo, "--mode", mode, "--resume")
             more = f"{len(rows) - shown} more of {zoo}, {mode} (--json lists them)"
             told.append(f"missing row: {more}; for all of them:\n    {command}")
     return "\n".join(told)

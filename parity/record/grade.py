@@ -75,6 +75,11 @@ def graded(record: Mapping[str, Any]) -> str:
     return f"{record['verdict']} ({record['class']})" if record.get("class") else str(record["verdict"])
 
 
+def verdict_text(record: Mapping[str, Any]) -> str:
+    """A verdict with why it is not safe, or else with its class: ``wrong (rng)``, ``certified (one_ulp)``."""
+    return f"{record['verdict']} ({record['cause']})" if record["cause"] else graded(record)
+
+
 def proof_text(conditions: Iterable[str]) -> str:
     """Conditions for a person to read."""
     return ", ".join(conditions) or "no condition"

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from parity.record.explanation import recorded, render
 from parity.record.files import write_atomic
-from parity.record.grade import cause_of, graded, proof_text
+from parity.record.grade import cause_of, proof_text, verdict_text
 from parity.record.learned import FIELD
 from parity.record.line import Record, is_expected
 
@@ -55,8 +55,8 @@ def _case(record: Record) -> ElementTree.Element:
     if record["verdict"] == "unavailable":
         ElementTree.SubElement(case, "skipped", message=_text(record["message"] or "unavailable"))
     elif not is_expected(record):
-        found = f"{record['verdict']} ({record['cause']})" if record["cause"] else graded(record)
-        failure = ElementTree.SubElement(case, "failure", message=_text(f"{found}, declared {record['expected']}"))
+        message = f"{verdict_text(record)}, declared {record['expected']}"
+        failure = ElementTree.SubElement(case, "failure", message=_text(message))
         failure.text = _text(f"{record['detail'] or record['message']}\n{record['where']}\n{record['command']}")
     if FIELD in record:
         ElementTree.SubElement(case, "system-out").text = _text(render(recorded(record)))

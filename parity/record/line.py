@@ -19,7 +19,7 @@ from parity.record.fresh import fingerprint, judge_fingerprint
 from parity.record.grade import FIELDS, check_training, class_expected, class_found, training_fields
 from parity.record.learned import check_learned
 from parity.record.tried import tried
-from parity.rows.case import CASE
+from parity.rows.case import CASE, case_name
 from parity.rows.discovery import is_case
 from parity.rows.family import Expect, Family
 from parity.rows.row import Row
@@ -84,7 +84,7 @@ def json_ready(value: Any, where: str) -> Any:
 
 def rerun(row: Row, engine: str, sources: Sequence[str] = ()) -> str:
     """The command that judges this row alone. ``sources``: where families were looked for; the usual places go without saying."""
-    case = [s for s in sources if is_case(s) and Path(s).stem == row.family] if row.zoo == CASE else []
+    case = [s for s in sources if is_case(s) and case_name(Path(s)) == row.family] if row.zoo == CASE else []
     words = ["parity", "certify", *case]
     if not case:
         words += ["--zoo", row.zoo, "--family", row.family, "--task", row.task, "--mode", row.mode]

@@ -1,6 +1,4 @@
-"""SUPPORT_MATRIX.md and the summary of a CI job, from evidence alone: the same text for the same evidence, no times in
-it.
-"""
+"""SUPPORT_MATRIX.md and the summary of a CI job, from evidence alone: the same text for the same evidence, no times in it."""
 
 from __future__ import annotations
 
@@ -15,27 +13,18 @@ from parity.record.allowlist import SILENT, build_allowlist, certified, counts, 
 from parity.record.bench import Measurement, bench_section, read_benches, with_slower
 from parity.record.evidence import read_all
 from parity.record.files import write_atomic
-from parity.record.grade import graded
+from parity.record.fresh import NOT_JUDGED
+from parity.record.grade import graded, verdict_text
 from parity.record.line import CONTROLS, Record, is_expected, subject
 from parity.record.markdown import code, table
 from parity.record.numerics import INTRODUCTION, classes_table, dtype_order, short, training_table, tried_table, verdict_cell
 from parity.record.refused import refused_parts
-from parity.rows.row import Settings
+from parity.rows.row import DEFAULT_ARMS, Settings
 from parity.runtime.allowlist import FILE
 
 MATRIX: Final = "SUPPORT_MATRIX.md"
-ARMS: Final = ("bare", "graphed", "native")
-TASKS: Final = (
-    "detect",
-    "segment",
-    "pose",
-    "point",
-    "classify",
-    "semantic",
-    "depth",
-    "restore",
-    "matte",
-)  # the order of the mission
+TASKS: Final = ("detect", "segment", "pose", "point", "classify", "semantic", "depth", "restore", "matte")
+"""The order of tables; tasks that are not named follow by name."""
 NOTHING: Final[Mapping[str, Sequence[Measurement]]] = MappingProxyType({})
 
 
@@ -95,15 +84,11 @@ def write_summary(records: Iterable[Record]) -> str:
     parts.append(f"{len(listed)} rows, {len(odd)} not as declared.")
     if odd:
         parts.append(
-            table([{"row": code(r["id"]), "declared": r["expected"], "found": _told(r), "where": code(r["where"])} for r in odd])
+            table([{"row": code(r["id"]), "declared": r["expected"], "found": verdict_text(r), "where": code(r["where"])} for r in odd])
         )
     if any(record["mode"] == "training" for record in listed):
         parts.append(INTRODUCTION)
     return "\n\n".join(part for part in [*parts, *_sections(listed)] if part) + "\n"
-
-
-def _told(record: Record) -> str:
-    return f"{record['verdict']} ({record['cause']})" if record["cause"] else graded(record)
 
 
 def _task_order(task: str) -> tuple[int, str]:
@@ -138,7 +123,7 @@ def _left_out(real: Mapping[str, list[Record]]) -> Iterable[str]:
     for name, records in real.items():
         for record in records:
             if counts(record) and record["verdict"] not in SILENT and not proved(record):
-                key = (record["zoo"], record["mode"], _task_order(record["task"]), record["family"], _told(record), name)
+                key = (record["zoo"], record["mode"], _task_order(record["task"]), record["family"], verdict_text(record), name)
                 found.setdefault(key, set()).add(Settings.parse(record["settings"]).dtype)
     if found:
         yield "**Not certified**: do not replay these; the section of each environment says where, and what to do"
@@ -199,7 +184,7 @@ def _by_subject(records: Sequence[Record]) -> list[dict[str, str]]:
         mark = "" if arm in ("", "graphed") else f" ({arm})"
         rows.append(
             {"family": first["family"], "task": first["task"], "settings": first["settings"]}
-            | {name: verdict_cell(arms.get(name)) for name in ARMS}
+            | {name: verdict_cell(arms.get(name)) for name in DEFAULT_ARMS}
             | {"cause": blamed["cause"] + mark if blamed else "", "where": code(blamed["where"]) if blamed else ""}
         )
     return rows
@@ -229,7 +214,7 @@ def _remarks(records: Sequence[Record]) -> Iterable[str]:
                 for r in dead
             ]
         )
-    if silent := [r for r in records if r["verdict"] in ("unavailable", "crashed", "timed_out", "out_of_memory")]:
+    if silent := [r for r in records if r["verdict"] in NOT_JUDGED]:
         yield "**Not judged**"
         yield table([{"row": code(r["id"]), "verdict": r["verdict"], "reason": r["message"]} for r in silent])
 

@@ -10,6 +10,7 @@ from parity.record.explanation import recorded, render
 from parity.record.grade import cause_of, graded
 from parity.record.learned import FIELD
 from parity.record.line import Record, is_expected
+from parity.rows.case import CASE
 
 LOST: Final[Mapping[str, str]] = {
     "timed_out": "give it more time (--timeout SECONDS), or find out what it waits for: judge it alone by the command above",
@@ -29,7 +30,7 @@ def line(record: Record) -> str:
     return f"{graded(record):<13} {record['id']}{cause}{proof}{where}{mark}"
 
 
-def explanation(record: Record) -> str:
+def in_full(record: Record) -> str:
     """Why a record is not the expected one, how to see it again, and what a study of it told."""
     detail = record["detail"] or record["message"]
     declared = f"{record['expected']} ({record['expected_reason']})" if record["expected_reason"] else record["expected"]
@@ -50,6 +51,8 @@ def explanation(record: Record) -> str:
 def _settled(record: Record) -> str:
     """What makes a record the expected one, beside a change of the model."""
     arm, verdict = record["arm"], record["verdict"]
+    if record["zoo"] == CASE and verdict not in (*SAFE, *LOST):
+        return "mend the model: a case file declares no expectation"
     if verdict in SAFE and record["expected"] not in SAFE:
         return f"it does better than declared: take the expectation for arm {arm!r} out of the family's declaration"
     if verdict in LOST:

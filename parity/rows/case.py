@@ -45,6 +45,11 @@ class CaseError(ValueError):
     """A case file that cannot be read, or lacks something."""
 
 
+def case_name(path: Path) -> str:
+    """The family that a case file is: its name, with an underscore for each blank, which no row's id may hold."""
+    return "".join("_" if c.isspace() else c for c in path.stem)
+
+
 def declared(path: Path) -> dict[str, Any]:
     """What a file declares at its top level, without executing it: names to constants, None for functions and everything else."""
     try:
@@ -120,12 +125,7 @@ def case_family(path: Path) -> Family | Training:
     if missing:
         form = TRAINING_EXAMPLE if mode == "training" else EXAMPLE
         raise CaseError(f"{path}: a case file needs {', '.join(missing)}; the right form:{form}")
-    try:
-        return (_trained if mode == "training" else _inferred)(path, names)
-    except CaseError:
-        raise
-    except ValueError as error:
-        raise CaseError(f"{path}: {error}: give the file another name") from error
+    return (_trained if mode == "training" else _inferred)(path, names)
 
 
 def _inferred(path: Path, names: dict[str, Any]) -> Family:
@@ -135,7 +135,7 @@ def _inferred(path: Path, names: dict[str, Any]) -> Family:
 
     return Family(
         CASE,
-        path.stem,
+        case_name(path),
         "inference",
         build,
         lambda size, batch: (),
@@ -160,7 +160,7 @@ def _trained(path: Path, names: dict[str, Any]) -> Training:
 
     return Training(
         CASE,
-        path.stem,
+        case_name(path),
         "training",
         build,
         lambda settings, probe, seed: (),

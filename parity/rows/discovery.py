@@ -200,9 +200,9 @@ def is_case(source: str | Path) -> bool:
     return str(source).endswith(".py")
 
 
-def usual_sources(named: Sequence[str], here: Path) -> list[str]:
-    """Where families come from: what was named, or the folder ``here``, each with the controls of this package; else what installed
-    packages announce."""
+def usual_sources(named: Sequence[str], here: Path = Path("families")) -> list[str]:
+    """Where families come from: what was named, or the folder ``here`` if there is one, each with the controls of this package; else
+    what installed packages announce."""
     folders = list(named) or ([str(here)] if here.is_dir() else [])
     return [*folders, f"{_ANNOUNCED}:controls" if folders else _ANNOUNCED]
 

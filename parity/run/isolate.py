@@ -1,9 +1,8 @@
 """Where rows are judged: in children, never here. This process imports no torch, runs no op and asks no driver.
 
-Rows of one subject go to one child, one after the other. A child that saw anything but a clean outcome is ended: a
-failed capture poisons every later row of its process. A row that fails in a child which had judged others is judged
-again, in a fresh one, and only that verdict counts. A row that runs out of memory is judged once more at the very end,
-with nothing else on the device.
+Rows of one subject go to one child, one after the other. A child that saw anything but a clean outcome is ended: a failed capture
+poisons every later row of its process. A row that fails in a child which had judged others is judged again, in a fresh one, and only
+that verdict counts. A row that runs out of memory is judged once more at the very end, with nothing else on the device.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from parity.run.lease import Job, Lease, Stats, is_clean
 from parity.run.nursery import NoDevice, Nursery, RunError
 
 ISOLATIONS: Final = ("warm", "fork", "spawn")
-START_LIMIT: Final = 300.0
-END_LIMIT: Final = 60.0
-GRACE: Final = 0.5  # between the child's own dump of its stack and its end
+START_LIMIT: Final = 300.0  # seconds until a child is ready
+END_LIMIT: Final = 60.0  # seconds until one that was killed is gone
+GRACE: Final = 0.5  # seconds between the child's own dump of its stack and its end
 
 
 @dataclass(frozen=True)
 class Options:
     """Where and how rows are run.
 
-    ``sources``: what ``rows.discovery.discover`` takes. ``slots``: children at a time per device, 0 for as many as make
-    sense. ``timeout``: seconds per row. ``isolation``: ``warm`` (children take many rows), ``fork`` (one row each, imports
-    shared), ``spawn`` (one row each, everything imported anew). ``devices``: entries of CUDA_VISIBLE_DEVICES, empty for
-    all that torch can use. ``judge``: ``module:function``.
+    ``sources``: what ``rows.discovery.discover`` takes. ``slots``: children at a time per device, 0 for as many as make sense.
+    ``timeout``: seconds per row. ``isolation``: ``warm`` (children take many rows), ``fork`` (one row each, imports shared), ``spawn``
+    (one row each, everything imported anew). ``devices``: entries of CUDA_VISIBLE_DEVICES, empty for all that torch can use.
+    ``judge``: ``module:function``. Raises ValueError.
     """
 
     engine: str
@@ -53,8 +52,10 @@ class Options:
             raise ValueError(f"engine={self.engine!r} is none of cuda, emulated")
         if self.isolation not in ISOLATIONS:
             raise ValueError(f"isolation={self.isolation!r} is none of {', '.join(ISOLATIONS)}")
-        if self.timeout <= 0 or self.slots < 0:
-            raise ValueError(f"timeout={self.timeout} must be above 0, slots={self.slots} not below")
+        if self.timeout <= 0:
+            raise ValueError(f"timeout={self.timeout:g} must be above 0 seconds")
+        if self.slots < 0:
+            raise ValueError(f"slots={self.slots} must be 0 (as many as make sense) or more")
 
     def slots_on(self, devices: Sequence[str]) -> list[str]:
         """The device of each child that may live at a time; devices take turns. Emulated: none is visible to it."""
@@ -74,10 +75,9 @@ def probe(sources: Sequence[str], engine: str = "auto", zoos: Sequence[str] = ()
     if engine not in ("auto", "cuda", "emulated"):
         raise ValueError(f"engine={engine!r} is none of auto, cuda, emulated")
     settings = _settings(sources, (), "")
-    device = "" if engine == "emulated" else None
+    task = {"engine": "auto" if engine == "cuda" else engine, "device": "" if engine == "emulated" else None, "seed": 0}
     with contextlib.closing(Nursery({**settings, "warm": ""})) as nursery:
-        wanted = "auto" if engine == "cuda" else engine
-        child = nursery.start({**settings, "engine": wanted, "device": device, "seed": 0})
+        child = nursery.start({**settings, **task})
         found: dict[str, Any] = nursery.ask(child, {"probe": list(zoos)}, START_LIMIT)["probed"]
     if engine == "cuda" and found["engine"] != "cuda":
         raise NoDevice("the engine cuda was demanded, but torch finds no device; see CUDA_VISIBLE_DEVICES and nvidia-smi")
@@ -192,8 +192,7 @@ class Pool:
         task = {"engine": self.options.engine, "device": device, "seed": self.options.seed}
         child = self._nursery.start({**_settings(self.options.sources, [job.rows[0].zoo], self.options.judge), **task})
         now = time.monotonic()
-        lease = Lease(device, child, job, began=now, deadline=now + START_LIMIT)
-        self._leases[lease.child.number] = lease
+        self._leases[child.number] = Lease(device, child, job, began=now, deadline=now + START_LIMIT)
         self.stats.children += 1
 
     def _next(self, lease: Lease, job: Job) -> None:
@@ -226,11 +225,12 @@ class Pool:
         for child in ended:
             yield from self._bury(self._leases[child.number])
         for lease in self._leases.values():
-            if time.monotonic() > lease.deadline and lease.ending:
+            if time.monotonic() <= lease.deadline:
+                continue
+            if lease.ending:
                 raise RunError(f"process {lease.child.pid} does not end, though it was killed: a driver call may hang")
-            if time.monotonic() > lease.deadline:
-                lease.overdue = True
-                self._end(lease)
+            lease.overdue = True
+            self._end(lease)
 
     def _listen(self, lease: Lease) -> Iterator[Outcome]:
         while lease.child.inbox and lease.job is not None:

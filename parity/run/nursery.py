@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
-BOOT: Final = "import json, sys; s = json.loads(sys.argv[1]); sys.path[:] = s['path']; from parity.run.server import main; main(s)"
+BOOT: Final = "import json, sys; s = json.loads(sys.argv[1]); sys.path[:] = s['path']; from {} import main; main(s)"
+"""What a new interpreter is told to run, of a module to be named; with this process's path, for it may have been changed."""
 ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -27,7 +28,7 @@ ENVIRONMENT: Final = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a zoo that asks for devices while it is imported does not start the driver
 }
 LAST_LINES: Final = 12
-LINE_LENGTH: Final = 240
+LINE_LENGTH: Final = 240  # characters
 _ROOM: Final = os.path.dirname(__file__) + os.sep
 _FAULTS: Final = ("Fatal Python error", "Timeout (")
 
@@ -115,7 +116,7 @@ class Nursery:
         environment.setdefault("PYTHONHASHSEED", "0")  # a model that walks a set of strings is built alike every time
         with theirs, self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, json.dumps(whole)],
+                [sys.executable, "-c", BOOT.format("parity.run.server"), json.dumps(whole)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

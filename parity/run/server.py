@@ -22,11 +22,10 @@ import sys
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, wait
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 from parity.run import process, warm, worker
-
-BOOT: Final = "import json, sys; s = json.loads(sys.argv[1]); sys.path[:] = s['path']; from parity.run.worker import main; main(s)"
+from parity.run.nursery import BOOT
 
 
 def main(settings: Mapping[str, Any]) -> None:
@@ -127,7 +126,7 @@ class Server:
             if self._warmth is None:
                 os.set_inheritable(descriptor, True)
                 task = {**task, "path": self._settings["path"], "connection": descriptor}
-                os.execv(sys.executable, [sys.executable, "-c", BOOT, json.dumps(task)])
+                os.execv(sys.executable, [sys.executable, "-c", BOOT.format("parity.run.worker"), json.dumps(task)])
             worker.serve(Connection(descriptor), task, self._warmth)
             code = 0
         except BaseException:

@@ -212,7 +212,7 @@ def test_environment_names(environment, engine, name):
 # --- appending
 
 
-def test_appended_records_are_there_before_the_file_is_closed(tmp_path):
+def test_appended_records_are_there_before_the_file_is_compacted(tmp_path):
     path = tmp_path / "evidence" / "a.jsonl"
     file = EvidenceFile.open(path)
     for number, entry in enumerate(small_matrix(), 1):
@@ -221,27 +221,28 @@ def test_appended_records_are_there_before_the_file_is_closed(tmp_path):
     assert read_evidence(path) == sorted(small_matrix(), key=lambda r: r["id"])
 
 
-def test_a_later_record_replaces_the_earlier_one_and_closing_sorts(tmp_path):
+def test_a_later_record_replaces_the_earlier_one_and_compacting_sorts(tmp_path):
     old, new = record(seed=1), record(seed=2)
-    with EvidenceFile.open(tmp_path / "a.jsonl") as file:
-        for entry in (old, record("bare"), new):
-            file.append(entry)
-        assert file.records[old["id"]]["seed"] == 2
+    file = EvidenceFile.open(tmp_path / "a.jsonl")
+    for entry in (old, record("bare"), new):
+        file.append(entry)
+    assert file.records[old["id"]]["seed"] == 2
+    file.compact()
     lines = [json.loads(line) for line in file.path.read_text().splitlines()]
     assert [(r["arm"], r["seed"]) for r in lines] == [("bare", 0), ("graphed", 2)]
 
 
-def test_closing_twice_changes_nothing(tmp_path):
+def test_compacting_twice_changes_nothing(tmp_path):
     path = write(tmp_path / "a.jsonl", *small_matrix())
-    EvidenceFile.open(path).close()
+    EvidenceFile.open(path).compact()
     once = path.read_bytes()
-    EvidenceFile.open(path).close()
+    EvidenceFile.open(path).compact()
     assert path.read_bytes() == once
 
 
-def test_closing_lists_what_the_runtime_heals(tmp_path):
+def test_compacting_lists_what_the_runtime_heals(tmp_path):
     path = write(tmp_path / "a.jsonl", *small_matrix())
-    EvidenceFile.open(path).close()
+    EvidenceFile.open(path).compact()
     healed = {r["id"]: r["healed"] for r in read_evidence(path) if r["healed"]}
     assert healed == {record(of=YOLO9)["id"]: {"bare": "stale-address", "native": "stale-address"}}
 
@@ -393,7 +394,7 @@ def test_a_file_that_is_not_there_or_cannot_be_read(tmp_path):
         read_evidence(tmp_path / "a.jsonl")
     with pytest.raises(RecordError, match="cannot be read"):
         read_evidence(tmp_path)
-    with pytest.raises(RecordError, match="no evidence here"):
+    with pytest.raises(RecordError, match=f"no evidence here; `parity certify --reports {tmp_path}` writes it"):
         read_all(tmp_path)
 
 
@@ -451,7 +452,7 @@ def test_a_full_disk_at_closing_keeps_the_file(tmp_path, monkeypatch, call):
     before = path.read_bytes()
     monkeypatch.setattr(os, call, _full)
     with pytest.raises(RecordError, match=r"a\.jsonl: the disk is full; the file is as it was before"):
-        file.close()
+        file.compact()
     monkeypatch.undo()
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["a.jsonl"]
@@ -503,13 +504,13 @@ def test_merging_is_commutative_idempotent_and_keeps_the_last(entries, cut):
 
 def test_both_modes_share_a_file_and_are_told_apart(tmp_path):
     path = write(tmp_path / "a.jsonl", *small_training(), record(), trained("native", told(""), checks=one_failed("loss", "rng")))
-    EvidenceFile.open(path).close()
+    EvidenceFile.open(path).compact()
     back = read_evidence(path)
     assert [r["mode"] for r in back].count("inference") == 1
     assert latest([back]) == mark_healed(back)
     healed = {r["id"]: r["healed"] for r in back if r["healed"]}
     assert healed == {}, "a wrong native row heals nothing of another mode or family"
-    EvidenceFile.open(write(path, trained(of=training()))).close()
+    EvidenceFile.open(write(path, trained(of=training()))).compact()
     assert [r["healed"] for r in read_evidence(path) if r["id"] == trained()["id"]] == [{"native": "rng"}]
 
 

@@ -239,8 +239,8 @@ def test_each_change_alone_makes_evidence_stale():
     assert stale(entry, *same) == ""
     assert "family's declaration" in stale(entry, "0" * 16, same[1])
     assert "the version of libreyolo changed: '1.6.0' then, '1.7.0' now" in stale(entry, same[0], "1.7.0")
-    assert "the protocol changed" in stale(entry, *same, protocol=PROTOCOL + 1)
-    assert "the judge or the runtime changed" in stale(entry, *same, judge="0" * 16)
+    assert "the protocol changed" in stale(entry | {"protocol": PROTOCOL + 1}, *same)
+    assert "the judge or the runtime changed" in stale(entry | {"judge": "0" * 16}, *same)
 
 
 def _due(entries: list[records.Record], of: Family, version: str = "1.6.0") -> list[tuple[str, str]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+
 import pytest
 
 from parity.record.allowlist import build_allowlist
-from parity.record.gate import KINDS, Finding, exit_code, gate, render
+from parity.record.gate import KINDS, Commands, Finding, exit_code, gate, render
 from parity.record.line import is_expected, rerun
 from parity.rows.family import Expect
 from parity.runtime.allowlist import Allowlist
@@ -133,8 +136,53 @@ def test_an_environment_where_nothing_is_certified_is_still_a_baseline():
     assert _gate(records, build_allowlist(records)) == []
 
 
-def test_emulated_evidence_has_no_baseline():
-    assert "certifies nothing" in _alone(_gate([record(of=X, engine="emulated")]), "no baseline").message
+def test_emulated_evidence_has_no_baseline_and_nothing_else_is_said_of_it():
+    emulated = [record(of=X, engine="emulated"), record("native", of=X, engine="emulated", captures=0)]
+    rows = [row_of(entry) for entry in [*emulated, BASE[1]]]
+    found = _alone(_gate(emulated, rows=rows, stale={emulated[0]["id"]: "the judge changed"}), "no baseline")
+    assert "certifies nothing" in found.message
+    assert found.row.startswith("emulated-")
+    assert _alone(_gate(emulated, rows=rows[2:]), "no baseline"), "of a selection without evidence, too"
+
+
+# --- commands
+HERE = Commands()
+FRESH = Commands(("my zoos",), Path("fresh"), Path("fresh"))
+ELSEWHERE = Commands((), Path("fresh"), Path("held"), (Path("fresh/evidence/a.jsonl"),))
+
+
+@pytest.mark.parametrize(
+    ("commands", "update", "options"),
+    [
+        (HERE, "parity report", []),
+        (Commands(evidence=(Path("reports/evidence/a.jsonl"),)), "parity report", []),
+        (Commands(evidence=(Path("a.jsonl"),)), "parity report --merge a.jsonl", []),
+        (FRESH, "parity report --reports fresh", ["--families", "my zoos", "--reports", "fresh"]),
+        (ELSEWHERE, "parity report --reports held --merge fresh/evidence/a.jsonl", ["--reports", "fresh"]),
+        (Commands((), Path("fresh"), Path("reports"), ELSEWHERE.evidence), "parity report --merge fresh/evidence/a.jsonl",
+         ["--reports", "fresh"]),
+    ],
+)  # fmt: skip
+def test_commands_go_where_the_gate_was_told_to_look(commands, update, options):
+    again = [*shlex.split(rerun(row_of(BASE[0]), "cuda")), *options]
+    assert commands.update == update
+    assert shlex.split(commands.again(row_of(BASE[0]))) == again
+    assert shlex.split(commands.certify("--resume")) == ["parity", "certify", "--resume", "--engine", "cuda", *options]
+    wrong = record(checks=failing("replay", "rng"), of=X)
+    listed = build_allowlist([*BASE, record(of=family("moved"))])
+    records = [wrong, record(of=family("z")), record(of=family("moved"), zoo_version="1.7.0")]
+    findings = _gate(records, listed, [*map(row_of, records), row_of(BASE[1])], commands=commands)
+    assert {f.kind: f.command for f in findings} == {
+        "regression": f"{shlex.join(again)}  # if it is meant: {update}",
+        "unlisted success": update,
+        "outdated certificate": update,
+        "missing row": commands.again(row_of(BASE[1])),
+    }
+    (found,) = _gate(BASE, Allowlist(), commands=commands)
+    assert found.command == f"{update}  # then commit {commands.folder}/"
+    many = [Finding("missing row", f"zoo/f{i}/detect/inference/8px-b1-float32/graphed", "no evidence", "c") for i in range(5)]
+    more = render(many, commands).splitlines()[-1].strip()
+    assert more == commands.certify("--zoo", "zoo", "--mode", "inference", "--resume")
 
 
 def test_an_outdated_certificate():
@@ -286,5 +334,5 @@ def test_many_missing_rows_of_one_zoo_get_one_command():
     assert lines[0].startswith("regression: zoo/x")
     assert [line.split("/")[1] for line in lines if "no evidence" in line] == ["f0", "f1", "f2", "t"]
     (more,) = (i for i, line in enumerate(lines) if "2 more of zoo, inference" in line)
-    assert lines[more + 1].split() == ["parity", "certify", "--zoo", "zoo", "--mode", "inference", "--engine", "cuda", "--resume"]
+    assert lines[more + 1].split() == ["parity", "certify", "--zoo", "zoo", "--mode", "inference", "--resume", "--engine", "cuda"]
     assert render(rows[:3], shown=3) == "\n".join(map(str, rows[:3]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity.rows.case import EXAMPLE, TRAINING_EXAMPLE, CaseError, case_family, declared
+from parity.rows.case import EXAMPLE, TRAINING_EXAMPLE, CaseError, case_family, case_name, declared
 from parity.rows.discovery import DiscoveryError, Selection, discover
 from parity.rows.family import Family
 from parity.rows.row import Settings
@@ -216,7 +216,9 @@ def test_two_cases_of_one_name(tmp_path: Path) -> None:
         discover(paths)
 
 
-def test_a_name_that_can_be_no_part_of_an_id(tmp_path: Path) -> None:
-    path = write(tmp_path, WHOLE, "my case.py")
-    with pytest.raises(DiscoveryError, match=r"my case\.py: .*must be a word without slashes or blanks"):
-        discover([path])
+@pytest.mark.parametrize(("name", "family"), [("my case.py", "my_case"), ("a\t b.py", "a__b"), (" .py", "_"), ("plain.py", "plain")])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_a_blank_in_a_name_is_an_underscore_in_the_id(tmp_path: Path, name: str, family: str, mode: str) -> None:
+    path = write(tmp_path, WHOLE.replace("inference", mode) + "    def loss(output, *inputs): ...\n", name)
+    (row, *_) = case_family(path).rows()
+    assert row.family == family == case_name(path)

@@ -395,8 +395,10 @@ def test_slots_are_shared_out_over_devices():
 
 @pytest.mark.parametrize("wrong", [{"engine": "tpu"}, {"isolation": "thread"}, {"timeout": 0.0}, {"slots": -1}])
 def test_options_refuse_nonsense(wrong):
-    with pytest.raises(ValueError, match=str(next(iter(wrong)))):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"^{name}=") as caught:
         Options(**{"engine": "emulated", "sources": (), **wrong})
+    assert str(caught.value).count("=") == 1, "the others are not to blame"
 
 
 def test_a_pool_is_used_in_its_with_statement():
@@ -436,8 +438,8 @@ def test_an_idle_child_killed_from_outside_costs_nothing(pools):
 # ---- the caller: no torch, Ctrl-C, sudden death
 
 
-def _script(folder, body):
-    """Starts a script that judges with fake judges, in an environment that names ``folder``."""
+def _script(body):
+    """Starts a script that judges with fake judges."""
     head = f"""
         import sys
         sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
@@ -453,7 +455,6 @@ def _script(folder, body):
 
 def test_the_caller_imports_no_torch_and_starts_no_thread(folder):
     script = _script(
-        folder,
         """
         import json, os
         found = probe(options.sources)
@@ -468,7 +469,7 @@ def test_the_caller_imports_no_torch_and_starts_no_thread(folder):
 
 def test_the_script_that_looks_for_torch_would_find_it(folder):
     (folder / "torch.py").touch()
-    script = _script(folder, f"sys.path.insert(0, {str(folder)!r})\nimport torch\nprint('torch' in sys.modules)")
+    script = _script(f"sys.path.insert(0, {str(folder)!r})\nimport torch\nprint('torch' in sys.modules)")
     assert script.communicate(timeout=60)[0].strip() == "True"
 
 
@@ -480,7 +481,7 @@ CONSUME = """
 
 
 def test_ctrl_c_keeps_finished_rows_and_leaves_no_process(folder):
-    script = _script(folder, CONSUME)
+    script = _script(CONSUME)
     lines = [script.stdout.readline().split()[1] for _ in range(2)]
     wait_until((folder / "waits-1").exists, "the waiting row")
     began = time.monotonic()
@@ -493,7 +494,7 @@ def test_ctrl_c_keeps_finished_rows_and_leaves_no_process(folder):
 
 
 def test_children_die_with_a_caller_that_is_killed(folder):
-    script = _script(folder, CONSUME)
+    script = _script(CONSUME)
     wait_until((folder / "waits-1").exists, "the waiting row")
     script.kill()
     script.communicate(timeout=20)
