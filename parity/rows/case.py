@@ -70,6 +70,7 @@ def declared(path: Path) -> dict[str, Any]:
 
 
 _LATEST: dict[Path, ModuleType] = {}
+_OPERATORS: dict[str, tuple[Path, Any]] = {}
 _COPY_OF: weakref.WeakKeyDictionary[Any, tuple[Path, ModuleType]] = weakref.WeakKeyDictionary()
 
 
@@ -79,8 +80,35 @@ def _fresh(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     _LATEST[path] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _operators_once(path):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def _operators_once(path: Path) -> Iterator[None]:
+    """An operator of an earlier copy of a file is that of the next, with the body of the next: made once more by its name,
+    ``torch.library.custom_op`` frees the one before, and a call of an earlier build ends the process."""
+    import torch
+
+    library: Any = torch.library
+    made = library.custom_op
+
+    def custom_op(name: str, fn: Any = None, /, **more: Any) -> Any:
+        def define(body: Any) -> Any:
+            if name in _OPERATORS and _OPERATORS[name][0] == path:
+                _OPERATORS[name][1].register_kernel(more.get("device_types"))(body)
+            else:
+                _OPERATORS[name] = path, made(name, body, **more)
+            return _OPERATORS[name][1]
+
+        return define if fn is None else define(fn)
+
+    library.custom_op = custom_op
+    try:
+        yield
+    finally:
+        library.custom_op = made
 
 
 def _latest(path: Path) -> ModuleType:

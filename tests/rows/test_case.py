@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parity.rows import case
 from parity.rows.case import EXAMPLE, TRAINING_EXAMPLE, CaseError, case_family, case_name, declared
 from parity.rows.discovery import DiscoveryError, Selection, discover
 from parity.rows.family import Family
@@ -222,3 +223,38 @@ def test_a_blank_in_a_name_is_an_underscore_in_the_id(tmp_path: Path, name: str,
     path = write(tmp_path, WHOLE.replace("inference", mode) + "    def loss(output, *inputs): ...\n", name)
     (row, *_) = case_family(path).rows()
     assert row.family == family == case_name(path)
+
+
+OPERATOR = """
+import torch
+
+MODE = "inference"
+calls = []
+
+
+@torch.library.custom_op("parity_test_case::counted", mutates_args=())
+def counted(x: torch.Tensor) -> torch.Tensor:
+    calls.append(1)
+    return x * 2
+
+
+def build():
+    return torch.nn.Identity()
+
+
+def probes(device):
+    return (torch.ones(2),), (torch.zeros(2),)
+"""
+
+
+def test_a_file_that_is_executed_again_leaves_the_operators_of_earlier_builds_callable(tmp_path: Path) -> None:
+    path, other = tmp_path / "counted.py", tmp_path / "another.py"
+    path.write_text(OPERATOR, encoding="utf-8")
+    other.write_text(OPERATOR, encoding="utf-8")
+    made = torch.library.custom_op
+    first, second = case._fresh(path), case._fresh(path)
+    assert first.counted is second.counted
+    assert first.counted(torch.ones(2)).tolist() == [2, 2]
+    assert (first.calls, second.calls) == ([], [1])  # of the latest copy: what it keeps starts anew
+    assert case._fresh(other).counted is not first.counted
+    assert torch.library.custom_op is made
