@@ -49,12 +49,13 @@ def classes_table(records: Sequence[Record]) -> str:
             families.setdefault(record["family"], []).append(_dtype(record))
     rows = []
     for (name, proof), families in sorted(found.items(), key=lambda item: (CLASSES.index(item[0][0]), len(item[0][1]), item[0][1])):
-        told = ", ".join(f"{family} ({_dtypes(dtypes)})" for family, dtypes in sorted(families.items()))
+        told = ", ".join(f"{family} ({short_dtypes(dtypes)})" for family, dtypes in sorted(families.items()))
         rows.append({"class": name, "proved by": proof_text(proof), "families": told})
     return table(rows)
 
 
-def _dtypes(names: Iterable[str]) -> str:
+def short_dtypes(names: Iterable[str]) -> str:
+    """Each dtype once, in the order of training, in words for a table."""
     return ", ".join(short(name) for name in sorted(set(names), key=dtype_order))
 
 

@@ -17,7 +17,16 @@ from parity.record.fresh import NOT_JUDGED
 from parity.record.grade import graded, verdict_text
 from parity.record.line import CONTROLS, Record, is_expected, subject
 from parity.record.markdown import code, table
-from parity.record.numerics import INTRODUCTION, classes_table, dtype_order, short, training_table, tried_table, verdict_cell
+from parity.record.numerics import (
+    INTRODUCTION,
+    classes_table,
+    dtype_order,
+    short,
+    short_dtypes,
+    training_table,
+    tried_table,
+    verdict_cell,
+)
 from parity.record.refused import refused_parts
 from parity.rows.row import DEFAULT_ARMS, Settings
 from parity.runtime.allowlist import FILE
@@ -129,7 +138,7 @@ def _left_out(real: Mapping[str, list[Record]]) -> Iterable[str]:
         yield "**Not certified**: do not replay these; the section of each environment says where, and what to do"
         lines = []
         for (zoo, mode, (_, task), family, told, name), dtypes in sorted(found.items()):
-            some = f" ({', '.join(map(short, sorted(dtypes, key=dtype_order)))})" if mode == "training" else ""
+            some = f" ({short_dtypes(dtypes)})" if mode == "training" else ""
             line = {"Zoo": zoo, "Mode": mode, "Task": task, "Family": family + some, "Why": told}
             lines.append(line if len(real) == 1 else line | {"Environment": name})
         yield table(lines)
