@@ -13,7 +13,7 @@ from typing import Any, Final
 from parity.judge.outcome import Outcome
 from parity.record.bench import read_benches
 from parity.record.evidence import EvidenceFile, evidence_path, read_all
-from parity.record.files import RecordError
+from parity.record.files import RecordError, unbroken
 from parity.record.fresh import missing_or_stale, study_fingerprint
 from parity.record.learned import EXPLAINED, FIELD, learned
 from parity.record.line import CONTROLS, Record, is_expected, record_of, rerun, subject, validate
@@ -186,9 +186,10 @@ class Certification:
             validate(record)
         except (ValueError, TypeError) as error:
             raise RecordError(f"{row.id}: what the judge said of it is no evidence: {error}; judge it again with: {command}") from error
-        if self.file is not None:
-            self.file.append(record)
-        self.tally.add(record)
+        with unbroken():
+            if self.file is not None:
+                self.file.append(record)
+            self.tally.add(record)
         return record
 
     def owed(self, record: Record) -> bool:
@@ -223,10 +224,11 @@ class Certification:
     def _explained(self, outcome: Outcome) -> list[Record]:
         told = learned(outcome, self.engine) | {"study": study_fingerprint()}
         records = [r | {FIELD: told} for r in self.tally.records if subject(r) == Row.parse(outcome.row).subject and self.owed(r)]
-        for record in records:
-            if self.file is not None:
-                self.file.append(record)
-            self.tally.exchange(record)
+        with unbroken():
+            for record in records:
+                if self.file is not None:
+                    self.file.append(record)
+                self.tally.exchange(record)
         return records
 
     def finish(self) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from parity.cli import main
 from parity.judge.outcome import Outcome
 from parity.judge.verdict import as_expected
 from parity.progress import Progress, print_summary
-from parity.record.evidence import read_evidence
+from parity.record.evidence import EvidenceFile, read_evidence
 from parity.record.files import RecordError
 from parity.record.line import record_of, verdict
 from parity.record.told import in_full, line
@@ -223,6 +224,25 @@ def test_an_interrupted_run_keeps_and_reports_what_it_has(
     assert sorted(FakePool.judged) == sorted(r.id for r in rows)
     assert len(first) == 2
     assert len(again.tally.records) == len(rows)
+
+
+def test_what_is_on_disk_is_counted_wherever_ctrl_c_falls(
+    catalogue: Catalogue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = select(catalogue, "healthy")
+    run = Certification(catalogue, rows, reports=tmp_path)
+    append = EvidenceFile.append
+
+    def pressed(file: EvidenceFile, record: dict[str, Any]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        append(file, record)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(EvidenceFile, "append", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        list(run.run())
+    assert run.path is not None
+    assert [r["id"] for r in run.tally.records] == [r["id"] for r in read_evidence(run.path)] == FakePool.judged[:1]
 
 
 def test_resuming_judges_stale_rows_again_and_counts_the_others(

@@ -1,11 +1,16 @@
-"""Writes that either happen or leave the old file as it was, and the error that says so."""
+"""Writes that either happen or leave the old file as it was, and the error that says so; what Ctrl-C may not part."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -56,3 +61,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Ctrl-C within is raised at the end, so that whatever is written is counted too.
+
+    Changes nothing off the main thread, which alone is interrupted, nor where SIGINT is ignored or ends the process at once.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if not callable(usual) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if pressed:
+            usual(*pressed[0])
