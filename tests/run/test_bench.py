@@ -141,27 +141,50 @@ def test_a_broken_row_says_so():
     assert "no such variant" in outcome.message
 
 
-def test_times_are_taken_in_turns():
+class Clock:
+    """In the place of bench's `time`: it moves by what is slept alone, whatever else the machine does."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(bench, "time", made)
+    return made
+
+
+def test_times_are_taken_in_turns(clock):
     order: list[str] = []
+
+    def sleeper(name: str, seconds: float):
+        return lambda: (order.append(name), clock.sleep(seconds))
+
     with device():
-        slow, fast = bench.in_turns([lambda: (order.append("s"), time.sleep(0.004)), lambda: (order.append("f"), time.sleep(0.001))], 4)
-    measuring = "".join(order)[8:]  # after two calls each, twice, that tell how many make a sample
-    assert measuring.replace("ff", "f") == "sf" * 4
-    assert min(slow) > 4000 > min(fast) > 1000
+        slow, fast = bench.in_turns([sleeper("s", 0.004), sleeper("f", 0.001)], 4)
+    assert "".join(order)[8:] == "sff" * 4  # after two calls each, twice, that tell how many make a sample
+    assert slow == pytest.approx([4000] * 4)
+    assert fast == pytest.approx([1000] * 4)
 
 
-def test_figures_are_of_calls_and_not_of_captures():
+def test_figures_are_of_calls_and_not_of_captures(clock):
     calls = {"arm": 0}
 
     def arm() -> None:
         calls["arm"] += 1
-        time.sleep(0.1 if calls["arm"] == 2 else 0.001)  # as where the second call captures
+        clock.sleep(0.1 if calls["arm"] == 2 else 0.001)  # as where the second call captures
 
     with device():
-        found = bench.figures_of(Contest(lambda: time.sleep(0.004), arm, lambda: None, None, ((1,),), "float32"), 3)
-    assert found["capture"] > 100
-    assert found["time"][0] < 3000 < found["eager"][0]
-    assert found["host"][0] < 3000 < found["host_eager"][0]
+        found = bench.figures_of(Contest(lambda: clock.sleep(0.004), arm, lambda: None, None, ((1,),), "float32"), 3)
+    assert found["capture"] == pytest.approx(100, rel=0.1)
+    for key, each in (("time", 1000), ("eager", 4000), ("host", 1000), ("host_eager", 4000)):
+        assert found[key] == pytest.approx([each] * 3)
 
 
 def test_an_arm_that_falls_back_midway_is_not_measured():
