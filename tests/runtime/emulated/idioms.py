@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MIXED = "RuntimeError"
 """Not a matter of graphs: a host operand beside a device operand is an error in eager too."""
@@ -272,7 +273,28 @@ def copy_host(x: Tensor, kit: Kit) -> Any:
     return x.clone().copy_(torch.ones(4, 3))
 
 
-@idiom("h2d-copy")
+class _Names(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _copies_numbers() -> bool:
+    y = torch.zeros(1, 1)
+    with _Names() as names:
+        y[0, 0] = 3.0
+    return "aten::copy_" in names.found
+
+
+COPIES_NUMBERS = _copies_numbers()
+"""Whether a number that is put into a tensor goes there as a host tensor (torch 2.11 to 2.14), or as the value of a fill (2.15)."""
+
+
+@idiom("h2d-copy" if COPIES_NUMBERS else None)
 def set_elem(x: Tensor, kit: Kit) -> Any:
     y = x.clone()
     y[0, 0] = 3.0
