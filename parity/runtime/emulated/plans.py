@@ -105,8 +105,8 @@ def _read(func: OpOverload[..., Any]) -> Plan:
     writes = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     return Plan(
         name=name,
-        # what tells a subclass of tensors its layout is in no table of kernels
-        composite=func.namespace != "prim" and has_kernel(full, "CompositeImplicitAutograd") and not has_kernel(full, "CPU"),
+        # what tells a subclass of tensors its layout or, in some versions of torch, its dimensions is in no table of kernels
+        composite=torch._C._dispatch_has_kernel(full) and has_kernel(full, "CompositeImplicitAutograd") and not has_kernel(full, "CPU"),
         python=_python(func, full),
         copies=name in _COPIES,
         indexed=name in _INDEXED,
