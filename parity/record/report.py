@@ -21,7 +21,6 @@ from parity.record.numerics import (
     INTRODUCTION,
     classes_table,
     dtype_order,
-    short,
     short_dtypes,
     training_table,
     tried_table,
@@ -149,8 +148,9 @@ def _some(rows: Sequence[Record], records: Sequence[Record]) -> str:
     if rows[0]["mode"] != "training":
         return ""
     every = {r["id"] for r in records if counts(r) and family_key(r) == family_key(rows[0])}
-    dtypes = [short(Settings.parse(r["settings"]).dtype) for r in rows]
-    return "" if every == {r["id"] for r in rows} else f" ({', '.join(dtypes)})"
+    if every == {r["id"] for r in rows}:
+        return ""
+    return f" ({short_dtypes(Settings.parse(r['settings']).dtype for r in rows)})"
 
 
 def _sections(records: Sequence[Record], measurements: Iterable[Measurement] = ()) -> Iterable[str]:

@@ -220,6 +220,14 @@ def test_dtypes_that_are_not_certified_are_told():
     assert "training: 4 families, 4 with their tasks" in text
 
 
+def test_a_dtype_that_is_certified_in_two_sizes_is_told_once():
+    ec = training("ec")
+    records = [trained(of=of, dtype=dtype) for of in (training("ec", size=128), ec) for dtype in ("bfloat16", "float16")]
+    says = told("", cause="", tensors=(4, 460), tried=[])
+    text = support_matrix({H200_NAME: [*records, trained(of=ec, says=says, dtype="float32", checks=one_failed("proof", "unknown"))]})
+    assert "ec (fp16, bf16) " in _section(text, "## Certified")
+
+
 def _measured(entry, eager: float, graphed: float) -> Measurement:
     one, other, host = (Spread(value, value, value) for value in (eager, graphed, 5.0))
     numbers = {"capture": 40.0, "memory_eager": 1 << 20, "memory": 1 << 21, "memory_capture": 1 << 21}
