@@ -518,7 +518,8 @@ def test_a_tied_weight_that_becomes_a_view_of_its_memory(way: str) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # whose category differs between versions of torch
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch 2.11
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:FutureWarning")
 def test_what_torchscript_keeps_modules_in_is_looked_into() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     root = nn.Sequential(nn.Linear(4, 4), scripted)

@@ -1132,7 +1132,7 @@ def test_a_hook_that_keeps_nothing_is_captured_inside_autocast() -> None:
     assert (graphs.replays, graphs.reason) == (2, "")
 
 
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # torch 2.11 says so of hooks before the backward, too
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # torch 2.11 says so of hooks before the backward, too
 def test_a_backward_hook_for_all_modules_is_called_at_each_step() -> None:
     def body(net: Callable[..., Any], owner: nn.Module) -> list[Log]:
         called: list[Any] = []
