@@ -38,6 +38,15 @@ def with_term(forward: Callable[..., Any], module: Any, x: Any, y: Any) -> Any:
     return near(forward, module, x, y) + module.term
 
 
+def with_an_island(forward: Callable[..., Any], module: Any, x: Any, y: Any) -> Any:
+    """A product in single precision within autocast, whose backward runs outside of it, whatever the network's does."""
+    import torch
+
+    out = forward(x).float()
+    with torch.autocast("cuda", enabled=False):
+        return (out @ torch.tanh(out.t()) - y @ y.t()).square().mean()
+
+
 def with_transposed(forward: Callable[..., Any], module: Any, x: Any, y: Any) -> Any:
     out, offset = forward(x)
     return (out - y).square().mean() + (offset.t() * y[:4]).sum()
@@ -62,6 +71,7 @@ PROOFS: Final[Mapping[tuple[str, str], tuple[str, str, tuple[str, ...]]]] = {
     ("layout_by_many_ulp", "bare"): ("float_rounding", "grad-layout", ("incoming-layout-of-outputs",)),
     ("shares_a_weight_in_autocast", "bare"): ("float_rounding", "autocast-cache", ("autocast-cache-off",)),
     ("island_in_autocast", "bare"): ("float_rounding", "autocast-backward", ("backward-inside-autocast",)),
+    ("islands_on_both_sides", "bare"): ("float_rounding", "autocast-backward", ("backward-inside-autocast",)),
     **{
         ("another_kernel_while_captured", arm): ("float_rounding", "reduction-order", ("deterministic-algorithms",))
         for arm in ("bare", "graphed")
@@ -152,6 +162,7 @@ PROVED: Final = (
     _control("layout_by_many_ulp", "MindsLayoutMuch", loss=with_transposed),
     _control("shares_a_weight_in_autocast", "SharedHead", loss=all_near, dtype="bfloat16"),
     _control("island_in_autocast", "Island", dtype="bfloat16"),
+    _control("islands_on_both_sides", "Island", loss=with_an_island, dtype="bfloat16"),
     _control("another_kernel_while_captured", "OtherKernel"),
     _control("noise_with_a_cure", "Noisy"),
     _control("noise_that_comes_later", "NoisyLater"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from parity.judge.counterfactual.conditions import EagerTwist, applicable, appli
 from parity.judge.counterfactual.noise import noisy_ops
 from parity.judge.counterfactual.search import Search, class_of, search
 from parity.judge.counterfactual.substitutes import _ACTIVE
+from parity.judge.train.seam import Seam
 from parity.runtime.state import same_bits
 
 
@@ -86,17 +88,20 @@ def take(network: nn.Module, does: EagerTwist, autocast: bool) -> list[Tensor]:
     """Gradients of one step. The loss hands its gradient over with the strides of a transposed tensor."""
     network.zero_grad()
     x = torch.randn(2, 3, 12, 16, generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=does.autocast_cache):
+    mixed = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocast, cache_enabled=does.autocast_cache)
+    seam = Seam()
+    with mixed():
         out = network(x)
         if does.incoming_layout:
             layout = torch.empty_like(out)
             out.register_hook(lambda grad: layout.copy_(grad))
+        if does.backward_inside_autocast:
+            out = seam.cut(out)
         turned = out.movedim(1, -1)
         loss = (turned * torch.randn(turned.shape, generator=torch.Generator().manual_seed(2))).sum()
-        if does.backward_inside_autocast:
-            loss.backward()
-    if not does.backward_inside_autocast:
-        loss.backward()
+    loss.backward()
+    with mixed():
+        seam.backward()
     return [p.grad.clone() for p in network.parameters() if p.grad is not None]
 
 

@@ -16,8 +16,9 @@ from parity.judge.counterfactual import draws
 from parity.judge.counterfactual.conditions import EagerTwist
 from parity.judge.counterfactual.draws import FIXED
 from parity.judge.train.arms import BareTraining, EagerTraining, GraphedTraining, NativeTraining
+from parity.judge.train.seam import Seam, as_static
 from parity.judge.train.sides import ALIGNED, settings_of
-from parity.judge.train.step import State, TrainBench, as_static, mixed, probes, run_steps
+from parity.judge.train.step import State, TrainBench, mixed, probes, run_steps
 from parity.rows.training import TrainSubject
 from parity.runtime.emulated import device
 from parity.runtime.engine import engine
@@ -162,6 +163,41 @@ def test_an_output_that_nobody_uses_gets_zeros_and_others_what_is_theirs() -> No
 def test_nothing_to_differentiate_is_passed_on() -> None:
     value = torch.ones(1, device="cuda")
     assert as_static((value, None))[0] is value
+
+
+def cut(*results: Tensor) -> tuple[Seam, list[Tensor]]:
+    seam = Seam()
+    return seam, list(seam.cut(list(results)))
+
+
+def test_the_backward_of_a_loss_ends_where_its_network_begins() -> None:
+    source = torch.ones(2, device="cuda", requires_grad=True)
+    within: list[bool] = []
+    inner = source * 2
+    inner.register_hook(lambda grad: within.append(torch.is_autocast_enabled("cuda")))
+    seam, (out,) = cut(inner)
+    (out.mul_(3).sum() * 5).backward()  # the loss may write to them
+    assert source.grad is None
+    with torch.autocast("cuda", torch.bfloat16):
+        seam.backward()
+    assert within == [True]
+    assert torch.equal(source.grad, torch.full((2,), 30.0, device="cuda"))  # type: ignore[arg-type]
+
+
+def test_an_output_that_no_loss_uses_gets_no_gradient_from_a_cut_either() -> None:
+    source, other = (torch.ones(2, device="cuda", requires_grad=True) for _ in range(2))
+    seam, (used, _) = cut(source * 2, other * 3)
+    used.sum().backward()
+    seam.backward()
+    assert source.grad is not None
+    assert other.grad is None
+
+
+def test_what_has_no_gradient_is_not_cut() -> None:
+    value = torch.ones(1, device="cuda")
+    seam, (out,) = cut(value)
+    assert out is value
+    seam.backward()
 
 
 # ---------------------------------------------------------------- conditions

@@ -258,6 +258,16 @@ def test_autocast_gives_the_dtypes_that_it_gives_the_op(name: str, op: Op) -> No
     assert (mine.dtype, other.dtype) == (theirs.dtype, grad.dtype)
 
 
+@pytest.mark.parametrize(("name", "op"), PAIRS, ids=NAMES)
+def test_a_backward_within_autocast_has_the_bits_of_one_outside(name: str, op: Op) -> None:
+    x = drawn(2, 3, 4, 6).detach().float().requires_grad_()
+    weight = torch.randn(op(x).shape, generator=torch.Generator().manual_seed(1))
+    _, [outside] = outputs(op, [x], [name], weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, [inside] = outputs(op, [x], [name], weight)
+    assert same_bits(inside, outside)
+
+
 # ---- who is reached, and what is left behind
 
 

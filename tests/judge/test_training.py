@@ -310,6 +310,18 @@ def test_noise_that_weights_bring_out_when_they_move_is_quieted_for_the_trajecto
     assert any("eager walks another way each time" in note for note in outcome.notes)
 
 
+def test_noise_that_eager_does_not_show_in_two_walks_is_quieted_as_well() -> None:
+    class Lucky(NoisyLater):
+        def factor(self) -> float:
+            quiet = torch.cuda.is_current_stream_capturing() or torch.equal(self.head.weight, self.first)
+            return 1.0 if quiet or torch.are_deterministic_algorithms_enabled() else 1.0 + 2.0**-4
+
+    outcome = outcome_of(of(Lucky))
+    assert verdict(outcome).safe, outcome
+    assert outcome.training["trajectory"]["conditions"] == ["deterministic-algorithms"]
+    assert any("which walks the same way twice" in note for note in outcome.notes)
+
+
 def test_noise_and_a_casts_cache_are_proved_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings that quiet eager are found on eager alone: the arm is captured once without any, and once under what is found."""
 

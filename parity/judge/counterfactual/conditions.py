@@ -43,8 +43,8 @@ class Condition:
 
 @dataclass(frozen=True)
 class EagerTwist:
-    """What the eager step does otherwise: the weight cache of autocast; where its backward runs; whether the gradients of its outputs
-    are copied into buffers laid out like the outputs."""
+    """What the eager step does otherwise: the weight cache of autocast; whether the backward of its network, and not that of its loss,
+    runs within autocast; whether the gradients of its outputs are copied into buffers laid out like the outputs."""
 
     autocast_cache: bool = True
     backward_inside_autocast: bool = False

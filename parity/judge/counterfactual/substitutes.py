@@ -17,6 +17,7 @@ float32 and rounded once. Products of matrices follow the TF32 setting.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -195,6 +196,18 @@ SUBSTITUTES: Final = (
 )
 """In the order in which they are worth trying: what detectors use first."""
 
+
+def _below_autocast(kernel: Kernel) -> Kernel:
+    """What a kernel calls is dispatched anew, and a backward within autocast would have its products cast."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return kernel(*args, **kwargs)
+
+    return run
+
+
 _BY_NAME: Final = {s.name: s for s in SUBSTITUTES}
 _ACTIVE: Counter[str] = Counter()
 
@@ -219,7 +232,7 @@ def substituted(names: Iterable[str]) -> Iterator[None]:
                     for name in fresh:
                         for op, kernel in _BY_NAME[name].kernels.items():
                             for key in ("CPU", "CUDA"):
-                                library.impl(op, kernel, key)
+                                library.impl(op, _below_autocast(kernel), key)
             yield
     finally:
         _ACTIVE.subtract(wanted)

@@ -37,13 +37,15 @@ class Journey:
     def walk(self, proof: tuple[str, ...]) -> Check:
         """The check ``trajectory``, or ``proof`` where eager cannot be walked twice alike. Raises ArmFailed where the arm raises.
 
-        Under the proof's conditions. Where weights that move bring out noise that one step did not have, so that eager walks another
-        way each time, once more under all conditions that quiet an op of this step.
+        Under the proof's conditions. Where the arm ends elsewhere, once more under all conditions that quiet an op of this step:
+        weights that move may bring out noise that one step did not have, and noise that is rare may leave eager the same twice.
         """
         conditions = proof
         end, differences, noise = self._travelled(conditions)
-        if noise and (wider := self.proving.quietest(conditions)) != conditions:
-            self.notes.append(f"under {', '.join(conditions) or 'no condition'} eager walks another way each time: {noise[0]}")
+        if differences and (wider := self.proving.quietest(conditions)) != conditions:
+            noisy = f"eager walks another way each time: {noise[0]}" if noise else ""
+            told = noisy or f"the arm ends elsewhere than eager, which walks the same way twice: {differences[0]}"
+            self.notes.append(f"under {', '.join(conditions) or 'no condition'} {told}")
             conditions = wider
             self._capture_anew(conditions)
             end, differences, noise = self._travelled(conditions)

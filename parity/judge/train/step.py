@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from parity.judge.bits import Bundle, Difference, bundle
 from parity.judge.counterfactual.conditions import EagerTwist
 from parity.judge.subject import AnyBench, BrokenRow, apart, blamed, state
+from parity.judge.train.seam import Seam, as_static
 from parity.rows.training import Training, TrainSubject
 from parity.runtime import rng, tree
 from parity.runtime.engine import DEVICE
@@ -147,10 +148,12 @@ class Left:
 
 
 class Forward:
-    """Stands in for the network within one loss: calls it once, and may ``keep`` a copy of what it returned, and what it was given."""
+    """Stands in for the network within one loss: calls it once, and may ``keep`` a copy of what it returned, and what it was given.
+    ``seam``: where the loss' backward ends, if the network's is to run apart."""
 
-    def __init__(self, bench: TrainBench, call: Callable[..., Any], relaid: bool, keep: bool = True) -> None:
-        self.bench, self.call, self.relaid, self.keep = bench, call, relaid, keep
+    def __init__(self, bench: TrainBench, call: Callable[..., Any], twist: EagerTwist, keep: bool = True) -> None:
+        self.bench, self.call, self.relaid, self.keep = bench, call, twist.incoming_layout, keep
+        self.seam = Seam() if twist.backward_inside_autocast else None
         self.calls = 0
         self.seen: Bundle | None = None
         self.given: tuple[dict[str, Any], ...] = ()
@@ -164,35 +167,12 @@ class Forward:
             self.given = tuple(_described(x) for x in tree.flatten((args, kwargs))[0] if isinstance(x, Tensor))
             with self.bench.engine.quiet(), torch.no_grad():
                 self.seen = bundle([(f"output {path}", leaf) for path, leaf in tree.paths(result)])
-        return as_static(result) if self.relaid else result
+        result = as_static(result) if self.relaid else result
+        return result if self.seam is None else self.seam.cut(result)
 
 
 def _described(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-
-
-class _Static(torch.autograd.Function):
-    """Passes tensors on. Their gradients are copied into memory laid out like the tensors, zeros where none arrives, and go on all at
-    once: as a captured backward gets them."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.buffers = [torch.empty_like(t) for t in tensors]
-        return tuple(t.data for t in tensors)  # no views: the loss may write to them
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return tuple(buffer.copy_(grad) for buffer, grad in zip(ctx.buffers, grads, strict=True))
-
-
-def as_static(result: Any) -> Any:
-    """The outputs, with gradients as a capture like torch's gets them."""
-    leaves, spec = tree.flatten(result)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
-    if places:
-        for i, tensor in zip(places, _Static.apply(*(leaves[i] for i in places)), strict=True):
-            leaves[i] = tensor
-    return tree.unflatten(leaves, spec)
 
 
 def run_step(
@@ -200,8 +180,8 @@ def run_step(
 ) -> Left:
     """Forward, loss and backward, as a trainer has them: autocast around the loss, backward outside of it. ``call``: in place of the
     network. ``cache``: whether autocast keeps its casts of weights. Raises BrokenRow where the loss is none."""
-    forward = Forward(bench, call, twist.incoming_layout)
-    loss = forward_and_backward(bench, subject, forward, batch, cache, twist, lambda loss: loss * bench.scale)
+    forward = Forward(bench, call, twist)
+    loss = forward_and_backward(bench, subject, forward, batch, cache, lambda loss: loss * bench.scale)
     torch.cuda.synchronize()
     return left(bench, subject.module, loss, forward)
 
@@ -212,17 +192,16 @@ def forward_and_backward(
     forward: Forward,
     batch: tuple[Any, ...],
     cache: bool,
-    twist: EagerTwist,
     scaled: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The loss, detached, after the backward of what ``scaled`` makes of it. Raises BrokenRow where the loss is none."""
     with mixed(bench.dtype, cache):
         loss = subject.loss(forward, *batch)
         check_loss(loss, forward)
-        if twist.backward_inside_autocast:
-            scaled(loss).backward()
-    if not twist.backward_inside_autocast:
-        scaled(loss).backward()
+    scaled(loss).backward()
+    if forward.seam is not None:
+        with mixed(bench.dtype, cache):
+            forward.seam.backward()
     return loss.detach()
 
 

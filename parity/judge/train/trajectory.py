@@ -109,8 +109,8 @@ def travel(
         batch = bench.args(micro.probe, micro.variant if bench.variant(micro.variant) else "")
         here = twist if not replayed or replayed[number] else EagerTwist()
         before = replays()
-        forward = Forward(bench, call, here.incoming_layout, keep=False)
-        loss = forward_and_backward(bench, subject, forward, batch, cache, here, optimizers.scaler.scale)
+        forward = Forward(bench, call, here, keep=False)
+        loss = forward_and_backward(bench, subject, forward, batch, cache, optimizers.scaler.scale)
         seen.append(replays() > before)
         losses.append((f"loss {number + 1}", loss))
         with bench.engine.quiet():
