@@ -70,6 +70,7 @@ PROOFS: Final[Mapping[tuple[str, str], tuple[str, str, tuple[str, ...]]]] = {
     ("layout_by_one_ulp", "bare"): ("one_ulp", "grad-layout", ("incoming-layout-of-outputs",)),
     ("layout_by_many_ulp", "bare"): ("float_rounding", "grad-layout", ("incoming-layout-of-outputs",)),
     ("shares_a_weight_in_autocast", "bare"): ("float_rounding", "autocast-cache", ("autocast-cache-off",)),
+    ("shares_a_weight_at_rest", "bare"): ("float_rounding", "autocast-cache", ("autocast-cache-off",)),
     ("island_in_autocast", "bare"): ("float_rounding", "autocast-backward", ("backward-inside-autocast",)),
     ("islands_on_both_sides", "bare"): ("float_rounding", "autocast-backward", ("backward-inside-autocast",)),
     **{
@@ -161,6 +162,7 @@ PROVED: Final = (
     _control("layout_by_one_ulp", "MindsLayout", loss=with_transposed),
     _control("layout_by_many_ulp", "MindsLayoutMuch", loss=with_transposed),
     _control("shares_a_weight_in_autocast", "SharedHead", loss=all_near, dtype="bfloat16"),
+    _control("shares_a_weight_at_rest", "SharedHeadAtRest", loss=all_near, dtype="bfloat16"),
     _control("island_in_autocast", "Island", dtype="bfloat16"),
     _control("islands_on_both_sides", "Island", loss=with_an_island, dtype="bfloat16"),
     _control("another_kernel_while_captured", "OtherKernel"),

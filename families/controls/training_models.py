@@ -94,6 +94,17 @@ class SharedHead(Net):
         return tuple(found)
 
 
+class SharedHeadAtRest(SharedHead):
+    """The same behind a factor that starts at zero, so that the first step gives the shared weight no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.gain * out for out in super().forward(x))
+
+
 class Island(Net):
     """A layer kept in single precision within autocast: its backward inside autocast is not."""
 

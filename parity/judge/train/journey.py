@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 
 from parity.judge.bits import Difference
 from parity.judge.counterfactual import draws
+from parity.judge.counterfactual.draws import FIXED
 from parity.judge.outcome import Check
 from parity.judge.train.causes import failure
-from parity.judge.train.proving import Proving
+from parity.judge.train.proving import Proving, in_order
 from parity.judge.train.sides import ALIGNED, PLAIN, ArmFailed, ArmSide, EagerSide, settings_of
 from parity.judge.train.step import TrainBench
 from parity.judge.train.trajectory import SCRIPT, Travelled, travel
@@ -33,22 +35,33 @@ class Journey:
     proving: Proving
     figures: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    hidden: tuple[str, ...] = ()
+    """What else the eager arm has to do, which the first step did not tell."""
+    max_ulp: int = 0
+    """How far off the arm ends where the eager one does not do that; negative where ULPs mean nothing."""
 
     def walk(self, proof: tuple[str, ...]) -> Check:
         """The check ``trajectory``, or ``proof`` where eager cannot be walked twice alike. Raises ArmFailed where the arm raises.
 
-        Under the proof's conditions. Where the arm ends elsewhere, once more under all conditions that quiet an op of this step:
-        weights that move may bring out noise that one step did not have, and noise that is rare may leave eager the same twice.
+        Under the proof's conditions. Where the arm ends elsewhere, that may be what one step could not show: something that the capture
+        does otherwise, and that zeros among the first weights hide (``hidden``); or noise, brought out by weights that move, or so rare
+        that eager is the same twice. So eager then does otherwise as well, and both walk once more where all noisy ops are quiet.
         """
-        conditions = proof
-        end, differences, noise = self._travelled(conditions)
-        if differences and (wider := self.proving.quietest(conditions)) != conditions:
-            noisy = f"eager walks another way each time: {noise[0]}" if noise else ""
-            told = noisy or f"the arm ends elsewhere than eager, which walks the same way twice: {differences[0]}"
-            self.notes.append(f"under {', '.join(conditions) or 'no condition'} {told}")
-            conditions = wider
-            self._capture_anew(conditions)
+        attempts = dict.fromkeys((proof, self.proving.quietest(proof)))
+        for number, conditions in enumerate(attempts, 1):
+            if conditions != proof:
+                self._capture_anew(conditions)
             end, differences, noise = self._travelled(conditions)
+            if differences and not noise and (found := self._hidden(conditions, end)):
+                self.notes.append(f"one step does not show it: over several, eager ends where the arm does with {', '.join(found)}")
+                self.max_ulp = max((d.max_ulp for d in differences), key=lambda ulp: ulp if ulp >= 0 else math.inf)
+                self.hidden, conditions, differences = found, in_order((*conditions, *found)), []
+            if not differences:
+                break
+            if number < len(attempts):
+                noisy = f"eager walks another way each time: {noise[0]}" if noise else ""
+                told = noisy or f"the arm ends elsewhere than eager, which walks the same way twice: {differences[0]}"
+                self.notes.append(f"under {', '.join(conditions) or 'no condition'} {told}")
         self.figures = {
             "steps": sum(m.update or self.bench.family.accumulate == 1 for m in SCRIPT),
             "forwards": len(SCRIPT),
@@ -73,6 +86,17 @@ class Journey:
         if end.rewritten:
             cause, reason = "output-aliasing", "a loss that was handed out is overwritten by a later replay"
         return failure("trajectory", differences, cause, reason)
+
+    def _hidden(self, conditions: tuple[str, ...], end: Travelled) -> tuple[str, ...]:
+        """What the eager arm has to do besides, to end where this one did. One step has to agree under that as well."""
+        if FIXED in conditions:
+            return ()
+        for some in self.proving.twists_beside(conditions):
+            more = (*conditions, *some)
+            if not end.unlike(self.eager.travelled(set(more) - {ALIGNED}, end.replayed, 1)[0]):
+                self._capture_anew(conditions)
+                return some if self.proving.holds_for(self.side, more) else ()
+        return ()
 
     def _capture_anew(self, conditions: tuple[str, ...]) -> None:
         """Another subject and another arm: what walked is no longer what it was built as."""
@@ -99,7 +123,7 @@ class Journey:
             raise ArmFailed(Check("trajectory", "failed", f"a step raised {why.message}", why.cause, why.where)) from None
         expected = self.eager.travelled(lasting, end.replayed, 1)[0]
         differences = end.unlike(expected)
-        if draws.FIXED in lasting:
+        if FIXED in lasting:
             differences = [d for d in differences if not d.path.startswith("generator")]
         noise = self.eager.travelled(lasting, end.replayed, 2)[1].unlike(expected) if differences else []
         return end, differences, noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ ARM_RUNS = 3
 BUDGET = 64
 """Sets of conditions that are tried at most."""
 PATIENCE = 150.0
-"""Seconds after which no further set is tried."""
+"""Seconds after which no further set is tried. Making smaller what quiets eager may take half of them."""
 
 
 @dataclass
@@ -79,13 +80,17 @@ class Proving:
     def quietest(self, conditions: tuple[str, ...]) -> tuple[str, ...]:
         """These conditions, and every setting beside them that takes noise from an op of this step; in the order of the table."""
         settings = (c.name for c in self._candidates() if c.cause == "nondeterministic-kernel")
-        return (*_in_order((*settings, *conditions)), *(c for c in conditions if c == FIXED))
+        return (*in_order((*settings, *conditions)), *(c for c in conditions if c == FIXED))
+
+    def twists_beside(self, conditions: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """What the eager arm may do otherwise beside these conditions, the fewest first."""
+        others = [c.name for c in self._candidates() if c.kind == "eager" and c.name not in conditions]
+        return [some for size in range(1, len(others) + 1) for some in itertools.combinations(others, size)]
 
     def _searched(self, candidates: Sequence[Condition]) -> Search:
         """What is cheap comes first. Where eager agrees with itself, that is what needs no new capture. Where it does not, it is eager
         alone: settings that quiet it are found without a capture, and the arm is compared under them."""
-        began = time.monotonic()
-        self._stop = lambda: time.monotonic() - began > PATIENCE
+        self._stop = _after(PATIENCE)
         settings = [c for c in candidates if settings_of([c.name])]
         others = [c for c in candidates if c not in settings]
         first = self._quieted(settings, others) if self._noise(frozenset()) else self._search(self._differing, others)
@@ -95,19 +100,19 @@ class Proving:
         return Search(found.proof, tuple(dict.fromkeys((*first.tried, *found.tried))), found.cut)
 
     def _quieted(self, settings: Sequence[Condition], others: Sequence[Condition]) -> Search:
-        quiet = self._search(self._noise, settings, whole=True)
+        quiet = search(self._noise, settings, budget=BUDGET, stop=_after(PATIENCE / 2), whole=True)
         noisy = tuple(t for t in quiet.tried if t.differing)  # where eager agrees with itself nothing was said of the arm
         if quiet.proof is None:
             return Search(None, noisy, quiet.cut)
         base = quiet.proof
         rest = [c for c in settings if c.name not in base.conditions]  # eager may agree by luck where an op of the arm still does not
         found = self._search(lambda names: self._differing(names | frozenset(base.conditions)), [*others, *rest], whole=True)
-        tried = tuple(Trial(_in_order((*base.conditions, *t.conditions)), t.differing) for t in found.tried)
+        tried = tuple(Trial(in_order((*base.conditions, *t.conditions)), t.differing) for t in found.tried)
         if found.proof is None:
             return Search(None, (*noisy, *tried), found.cut)
         causes = tuple(dict.fromkeys((*base.causes, *found.proof.causes)))
         minimal = base.minimal and found.proof.minimal and not found.proof.conditions  # without twists each setting was left out once
-        return Search(Proof(_in_order((*base.conditions, *found.proof.conditions)), causes, minimal), (*noisy, *tried), False)
+        return Search(Proof(in_order((*base.conditions, *found.proof.conditions)), causes, minimal), (*noisy, *tried), False)
 
     def _search(self, agree: Callable[[frozenset[str]], bool | int], conditions: Sequence[Condition], *, whole: bool = False) -> Search:
         return search(agree, conditions, budget=BUDGET, stop=self._stop, whole=whole)
@@ -174,6 +179,12 @@ class Proving:
         except ArmFailed:
             return False
 
+    def holds_for(self, side: ArmSide, conditions: tuple[str, ...]) -> bool:
+        """The same of another arm, which is captured under these conditions."""
+        eager = self.eager.runs(set(conditions) - {ALIGNED}, QUORUM)
+        with side.watch.entered(), self.bench.around(), draws.applied(settings_of(conditions)):
+            return compared(eager, side.runs(ARM_RUNS)).exact
+
     def blamed_ops(self, proof: Proof | None) -> list[str]:
         """The noisy ops that the proof takes the noise from, as text; without a proof, all that there are."""
         found = [op for op in self.ops if proof is None or set(op.remedies) & set(proof.conditions)]
@@ -192,7 +203,12 @@ class Proving:
         return not mine.unlike(eager)
 
 
-def _in_order(names: Sequence[str]) -> tuple[str, ...]:
+def _after(seconds: float) -> Callable[[], bool]:
+    began = time.monotonic()
+    return lambda: time.monotonic() - began > seconds
+
+
+def in_order(names: Sequence[str]) -> tuple[str, ...]:
     """As the table has them."""
     return tuple(c.name for c in CONDITIONS if c.name in names)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parity.judge.bits import Difference
 from parity.judge.counterfactual import draws
+from parity.judge.counterfactual.conditions import CONDITIONS
 from parity.judge.counterfactual.search import Proof, Search, class_of
 from parity.judge.outcome import TRAINING_CHECKS, Check, Outcome
 from parity.judge.subject import BrokenRow
@@ -221,6 +222,11 @@ class TrainWalk:
         self.checks[check.name] = check
         if check.status == "failed":
             self.told["class"] = ""
+        elif journey.hidden:
+            conditions = tuple(journey.figures["conditions"])
+            causes = tuple(dict.fromkeys(c.cause for c in CONDITIONS if c.name in conditions))
+            self.told["max_ulp"] = max(self.told["max_ulp"], journey.max_ulp, key=lambda ulp: ulp if ulp >= 0 else math.inf)
+            self._proved(Proof(conditions, causes, minimal=False), self.proving)
 
     def outcome(self) -> Outcome:
         failed = next((name for name in TRAINING_CHECKS if self.checks.get(name, _NONE).status == "failed"), "")
