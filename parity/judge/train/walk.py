@@ -226,7 +226,7 @@ class TrainWalk:
             conditions = tuple(journey.figures["conditions"])
             causes = tuple(dict.fromkeys(c.cause for c in CONDITIONS if c.name in conditions))
             self.told["max_ulp"] = max(self.told["max_ulp"], journey.max_ulp, key=lambda ulp: ulp if ulp >= 0 else math.inf)
-            self._proved(Proof(conditions, causes, minimal=False), self.proving)
+            self._proved(Proof(conditions, causes, minimal=len(conditions) == 1), self.proving)
 
     def outcome(self) -> Outcome:
         failed = next((name for name in TRAINING_CHECKS if self.checks.get(name, _NONE).status == "failed"), "")
