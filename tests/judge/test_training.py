@@ -322,6 +322,20 @@ def test_noise_that_eager_does_not_show_in_two_walks_is_quieted_as_well() -> Non
     assert any("which walks the same way twice" in note for note in outcome.notes)
 
 
+def test_an_arm_that_fails_under_what_quiets_all_stays_what_it_was() -> None:
+    class Lucky(NoisyLater):
+        def factor(self) -> float:
+            capturing = torch.cuda.is_current_stream_capturing()
+            if capturing and torch.are_deterministic_algorithms_enabled():
+                raise RuntimeError("no deterministic kernel can be captured")
+            return 1.0 if capturing or torch.equal(self.head.weight, self.first) else 1.0 + 2.0**-4
+
+    outcome = outcome_of(of(Lucky), "bare")
+    found = verdict(outcome)
+    assert (found.verdict, found.check) == ("wrong", "trajectory"), found
+    assert any("under deterministic-algorithms the arm fails" in note for note in outcome.notes)
+
+
 def test_noise_and_a_casts_cache_are_proved_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings that quiet eager are found on eager alone: the arm is captured once without any, and once under what is found."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,27 @@ from parity.runtime.refusal import explain
 def idle(end: Travelled) -> bool:
     """Whether nothing was replayed on the way, so that equal bits say nothing of a graph."""
     return not any(end.replayed)
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """``end``: of the arm, under ``conditions``; ``differences``: what eager has otherwise there. Where there are any, ``noise``: what
+    eager has otherwise the next time; ``stale``: what a replay read after it had died."""
+
+    conditions: tuple[str, ...]
+    end: Travelled
+    differences: list[Difference]
+    noise: list[Difference]
+    stale: Sequence[str]
+
+    def told(self) -> str:
+        if self.noise:
+            return f"eager walks another way each time: {self.noise[0]}"
+        return f"the arm ends elsewhere than eager, which walks the same way twice: {self.differences[0]}"
+
+
+def _listed(conditions: tuple[str, ...]) -> str:
+    return ", ".join(conditions) or "no condition"
 
 
 @dataclass
@@ -47,28 +69,18 @@ class Journey:
         does otherwise, and that zeros among the first weights hide (``hidden``); or noise, brought out by weights that move, or so rare
         that eager is the same twice. So eager then does otherwise as well, and both walk once more where all noisy ops are quiet.
         """
-        attempts = dict.fromkeys((proof, self.proving.quietest(proof)))
-        for number, conditions in enumerate(attempts, 1):
-            if conditions != proof:
-                self._capture_anew(conditions)
-            end, differences, noise = self._travelled(conditions)
-            if differences and not noise and (found := self._hidden(conditions, end)):
-                self.notes.append(f"one step does not show it: over several, eager ends where the arm does with {', '.join(found)}")
-                self.max_ulp = max((d.max_ulp for d in differences), key=lambda ulp: ulp if ulp >= 0 else math.inf)
-                self.hidden, conditions, differences = found, in_order((*conditions, *found)), []
-            if not differences:
-                break
-            if number < len(attempts):
-                noisy = f"eager walks another way each time: {noise[0]}" if noise else ""
-                told = noisy or f"the arm ends elsewhere than eager, which walks the same way twice: {differences[0]}"
-                self.notes.append(f"under {', '.join(conditions) or 'no condition'} {told}")
+        walked = self._walked(proof)
+        if walked.differences and (wider := self.proving.quietest(proof)) != proof:
+            self.notes.append(f"under {_listed(proof)} {walked.told()}")
+            walked = self._walked_anew(wider) or walked
+        end = walked.end
         self.figures = {
             "steps": sum(m.update or self.bench.family.accumulate == 1 for m in SCRIPT),
             "forwards": len(SCRIPT),
             "replayed": sum(end.replayed),
-            "differing": len(differences),
+            "differing": len(walked.differences),
             "finite": end.finite,
-            "conditions": list(conditions),
+            "conditions": list(walked.conditions),
         }
         if idle(end):
             detail = f"none of {len(SCRIPT)} steps in a row was replayed"
@@ -76,25 +88,46 @@ class Journey:
             raise ArmFailed(Check("capture", "failed", detail, "host-state", "", {**self.side.figures(), "not_graphed": True}))
         if not end.finite:
             self.notes.append("over several steps the loss stops being finite: equal bits say little from there on")
-        if not differences:
+        if not walked.differences:
             return Check("trajectory", "passed", figures=self.figures)
-        if noise:
-            detail = f"over several steps eager differs from itself under {', '.join(conditions) or 'no condition'}: {noise[0]}"
+        if walked.noise:
+            detail = f"over several steps eager differs from itself under {_listed(walked.conditions)}: {walked.noise[0]}"
             return Check("proof", "failed", detail, "nondeterministic-kernel")
-        gone = self.bench.engine.stale(self.side.watch.graphs)
-        cause, reason = ("stale-address", f"read after it had died: {gone[0]}") if gone else ("stale-constant", "one step is right")
+        cause, reason = "stale-constant", "one step is right"
+        if walked.stale:
+            cause, reason = "stale-address", f"read after it had died: {walked.stale[0]}"
         if end.rewritten:
             cause, reason = "output-aliasing", "a loss that was handed out is overwritten by a later replay"
-        return failure("trajectory", differences, cause, reason)
+        return failure("trajectory", walked.differences, cause, reason)
 
-    def _hidden(self, conditions: tuple[str, ...], end: Travelled) -> tuple[str, ...]:
+    def _walked(self, conditions: tuple[str, ...]) -> _Walked:
+        walked = self._travelled(conditions)
+        if walked.differences and not walked.noise and (found := self._hidden(walked)):
+            self.notes.append(f"one step does not show it: over several, eager ends where the arm does with {', '.join(found)}")
+            self.max_ulp = max((d.max_ulp for d in walked.differences), key=lambda ulp: ulp if ulp >= 0 else math.inf)
+            self.hidden = found
+            return replace(walked, conditions=in_order((*conditions, *found)), differences=[])
+        return walked
+
+    def _walked_anew(self, conditions: tuple[str, ...]) -> _Walked | None:
+        """None where the arm fails under these conditions, which says nothing of others."""
+        before = self.side
+        try:
+            self._capture_anew(conditions)
+            return self._walked(conditions)
+        except ArmFailed as failed:
+            self.notes.append(f"under {_listed(conditions)} the arm fails: {failed}")
+            self.side = before
+            return None
+
+    def _hidden(self, walked: _Walked) -> tuple[str, ...]:
         """What the eager arm has to do besides, to end where this one did. One step has to agree under that as well."""
-        if FIXED in conditions:
+        if FIXED in walked.conditions:
             return ()
-        for some in self.proving.twists_beside(conditions):
-            more = (*conditions, *some)
-            if not end.unlike(self.eager.travelled(set(more) - {ALIGNED}, end.replayed, 1)[0]):
-                self._capture_anew(conditions)
+        for some in self.proving.twists_beside(walked.conditions):
+            more = (*walked.conditions, *some)
+            if not walked.end.unlike(self.eager.travelled(set(more) - {ALIGNED}, walked.end.replayed, 1)[0]):
+                self._capture_anew(walked.conditions)
                 return some if self.proving.holds_for(self.side, more) else ()
         return ()
 
@@ -106,9 +139,7 @@ class Journey:
         with self.side.watch.entered(), self.bench.around(), draws.applied(settings):
             self.side.capture(settings)
 
-    def _travelled(self, conditions: tuple[str, ...]) -> tuple[Travelled, list[Difference], list[Difference]]:
-        """Where the arm ended under ``conditions``; what eager has otherwise there; what eager has otherwise the next time, looked at
-        only where the arm differs."""
+    def _travelled(self, conditions: tuple[str, ...]) -> _Walked:
         side, lasting = self.side, set(conditions) - {ALIGNED}
         self.eager.rehearse(lasting)
         try:
@@ -126,4 +157,4 @@ class Journey:
         if FIXED in lasting:
             differences = [d for d in differences if not d.path.startswith("generator")]
         noise = self.eager.travelled(lasting, end.replayed, 2)[1].unlike(expected) if differences else []
-        return end, differences, noise
+        return _Walked(conditions, end, differences, noise, self.bench.engine.stale(side.watch.graphs) if differences else [])
