@@ -13,20 +13,21 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parity.runtime import rng, tree
+from parity.runtime import rng
 from parity.runtime.buffers import Intake, Outlet
 from parity.runtime.capture import hooked, hooked_backward, kept_by_hooks, outliving, uncached, undone, weakly
 from parity.runtime.derived import Derived
 from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
-from parity.runtime.fresh import GradientsRead, Outputs, Take, aliased, leaves_of
-from parity.runtime.gradients import ODD, Handout, Layout, blank
+from parity.runtime.fresh import GradientsRead, Outputs, Take, aliased, check, reached
+from parity.runtime.gradients import Handout, Layout, blank
 from parity.runtime.invalidation import LOCAL, generators
 from parity.runtime.liveness import Guarded, Read, Trace, trace
 from parity.runtime.memory import Memory, attributes_kept
@@ -42,8 +43,8 @@ _BORN_FROZEN: Final = 1000
 class Recording:
     """``buffers``: those that a forward moves; ``before``: their values before the last one. ``serial``: how many forwards were
     replayed, so that a step can tell whether the graph's memory is still its own. ``last``: the step of that forward.
-    ``gap``: why no certificate covers it, until
-    its first use has shown eager's bits."""
+    ``gap``: why no certificate covers it, until its first use has shown eager's bits. ``given`` and ``bare``: positions of inputs, and
+    parameters, that get no gradient, or none from a backward through some of the outputs."""
 
     forward: Any
     backward: Any
@@ -56,6 +57,8 @@ class Recording:
     layouts: tuple[Layout, ...]
     wrt: list[int]
     params: list[nn.Parameter]
+    given: list[int]
+    bare: list[nn.Parameter]
     buffers: list[Tensor]
     before: list[Tensor]
     generators: list[Any]
@@ -66,13 +69,13 @@ class Recording:
     gap: str = ""
     last: weakref.ref[Any] | None = None
 
-    def __post_init__(self) -> None:
-        grads = self.handout.statics[len(self.wrt) :]
-        self._bare = [p for p, grad in zip(self.params, grads, strict=True) if grad is None]
-
-    def hooked(self) -> bool:
-        """Whether a parameter that gets no gradient has a hook: eager does not call it, autograd would, with None."""
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._bare)
+    def hooked(self, leaves: list[Any]) -> bool:
+        """Whether what some backward leaves without a gradient has a hook: eager does not call it, autograd would, with None. Of an
+        input that was computed, what it was computed from may have one, or be given zeros."""
+        given = [leaves[i] for i in self.given]
+        return any(x.grad_fn is not None for x in given) or any(
+            x._backward_hooks or x._post_accumulate_grad_hooks for x in (*given, *self.bare)
+        )
 
 
 @contextlib.contextmanager
@@ -98,23 +101,6 @@ def _frozen() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _check(take: Take, layouts: tuple[Layout, ...]) -> None:
-    outputs = take.outputs
-    if foreign := tree.opaque([x for kind, x in outputs.plan if kind == "fixed"]):
-        raise CaptureRefused("host-state", f"an output is a {foreign[0].__qualname__}, whose tensors cannot be seen")
-    known = {id(t) for t in take.targets}
-    for t in outputs.tensors:
-        if type(t) is not Tensor or t.layout is not torch.strided or t.is_conj() or t.is_neg() or id(t) in known or not on_device(t):
-            raise CaptureRefused("unknown", f"an output is a {type(t).__name__} on {t.device}: only plain device tensors are captured")
-    if ODD in layouts or len(outputs.differentiable()) != len(layouts):
-        raise CaptureRefused("grad-layout", "the gradients of the outputs are not plain tensors, or not those of the earlier steps")
-    for leaf in leaves_of(outputs.tensors):
-        if id(leaf) not in known:
-            raise CaptureRefused(
-                "grad-accumulation", f"a {tuple(leaf.shape)} leaf gets a gradient that is no parameter of the module and no input"
-            )
-
-
 def _host(streams: rng.Streams) -> Any:
     numpy = streams.numpy
     return streams.python, streams.host.tolist(), None if numpy is None else (numpy[0], numpy[1].tolist(), *numpy[2:])
@@ -137,6 +123,20 @@ class _Recorder:
     def _take(self) -> Take:
         return Take(self.module, self.leaves, self.intake.leaves, self.spec)
 
+    @contextlib.contextmanager
+    def _unmoved(self) -> Iterator[None]:
+        """Around a backward: puts parameters back that it writes to, and refuses that, as a write of the forward."""
+        named = [(name, p) for name, p in self.module.named_parameters() if type(p) is nn.Parameter and p.layout is torch.strided]
+        before = [p.detach().clone() for _, p in named]
+        try:
+            yield
+        finally:
+            moved = list(compress(zip(named, before, strict=True), unlike([p.data for _, p in named], before)))
+            for (_, p), value in moved:
+                p.data.copy_(value)
+        if moved:
+            raise CaptureRefused("buffer-drift", f"the network writes to parameter {moved[0][0][0]} in its backward")
+
     def probe(self) -> None:
         """Two plain runs: which buffers a forward moves, what a recording would freeze, and what of a run somebody keeps."""
         if hooked_backward(self.module):
@@ -144,22 +144,21 @@ class _Recorder:
         host = _host(rng.save())
         with aliased(self.module, copies=True) as aliases:
             take = self._take()
-            guard = Guarded((name, x) for name, x in self.module.named_parameters() if not x.requires_grad)  # a teacher, say
+            guard = Guarded(self.module.named_parameters())
             with guard:
                 take.forward(aliases.params, self.wrt)
-            if guard.found:
-                raise CaptureRefused(
-                    "buffer-drift", f"the network writes to parameter {next(iter(guard.found))}, which it does not train"
-                )
+            if guard.found:  # each run before the capture would move it on, and a redone step would do so twice
+                raise CaptureRefused("buffer-drift", f"the network writes to parameter {next(iter(guard.found))} in its forward")
             real, copies = [b for b, _ in aliases.buffers], [c for _, c in aliases.buffers]
             moved = zip(aliases.buffers, unlike(copies, real), strict=True)
             self.buffers = [b for (b, c), moves in moved if moves or (not c.is_inference() and c._version)]
-            _check(take, self.layouts)
+            check(take, self.layouts)
             made, self.first = [take.outputs.tensors[i] for i in take.outputs.differentiable()], weakly(take.outputs.tensors)
             with torch.no_grad():
                 self.incoming = Intake([blank(t, wanted) for t, wanted in zip(made, self.layouts, strict=True)])
             middle = [c.clone() for c in copies]
-            take.backward(self.incoming.leaves)
+            with self._unmoved():
+                take.backward(self.incoming.leaves)
             if {id(b) for b in self.module.buffers() if b.layout is torch.strided} != {id(c) for c in copies}:
                 raise CaptureRefused("buffer-drift", "a step puts another tensor in the place of a buffer, where a replay would not")
             if any(unlike(copies, middle)):
@@ -214,10 +213,12 @@ class _Recorder:
             take = self._take()
             with graph(forward, pool=self.pool.handle, stream=stream, capture_error_mode="thread_local"):
                 take.forward(aliases.params, self.wrt)
-            _check(take, self.layouts)
+            check(take, self.layouts)
+            sure = reached([take.outputs.tensors[i] for i in take.outputs.differentiable()])
             # memory of its own: gradients that were lent lie there, and no other replay may write to them
             with graph(backward, pool=torch.cuda.graph_pool_handle(), stream=stream, capture_error_mode="thread_local"):
                 grads = take.backward(self.incoming.leaves)
+        self.unsure = [g is None or id(t) not in sure for t, g in zip(take.targets, grads, strict=True)]
         return forward, backward, take.outputs, grads
 
 
@@ -288,6 +289,8 @@ def _record(recorder: _Recorder, cloning: bool) -> Recording:
         recorder.layouts,
         recorder.wrt,
         recorder.params,
+        list(compress(recorder.wrt, recorder.unsure)),
+        list(compress(recorder.params, recorder.unsure[len(recorder.wrt) :])),
         [b.data for b in recorder.buffers],
         [torch.empty_like(b) for b in recorder.buffers],
         recorder.owned,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from parity.runtime import tree
+from parity.runtime.engine import on_device
 from parity.runtime.errors import CaptureRefused
+from parity.runtime.gradients import ODD, Layout
 
 _READ: Final = inspect.getattr_static(Tensor, "grad").__get__
 _REENTRANT: Final = "CheckpointFunctionBackward"
@@ -73,13 +75,17 @@ class Aliases:
 
 
 @contextlib.contextmanager
-def aliased(module: nn.Module, *, copies: bool) -> Iterator[Aliases]:
+def aliased(module: nn.Module, *, copies: bool, trained: Sequence[nn.Parameter] | None = None) -> Iterator[Aliases]:
     """Within it the module holds fresh leaves on the memory of its parameters, and stand-ins for its buffers: copies, or aliases with
-    version counters of their own. So nothing that autograd saved of the real ones before is touched."""
+    version counters of their own. So nothing that autograd saved of the real ones before is touched. ``trained``: the parameters that
+    require gradients, where those that do by now are not meant."""
     stand: dict[int, Any] = {}
     params: list[nn.Parameter] = []
+    wanted = None if trained is None else set(map(id, trained))
     for p in module.parameters():
-        if p.requires_grad:
+        if wanted is not None and id(p) not in wanted:
+            stand[id(p)] = nn.Parameter(p.data, requires_grad=False) if p.requires_grad else p
+        elif wanted is not None or p.requires_grad:
             if type(p) is not nn.Parameter or p.layout is not torch.strided:
                 raise CaptureRefused(
                     "unknown", f"a parameter is a {type(p).__name__} of layout {p.layout}: only plain strided ones are captured"
@@ -107,6 +113,19 @@ def aliased(module: nn.Module, *, copies: bool) -> Iterator[Aliases]:
             where[name] = value
 
 
+@contextlib.contextmanager
+def flagged(modules: list[nn.Module], training: Sequence[bool]) -> Iterator[None]:
+    """Within it submodules are in training, or not, as told."""
+    now = [m.training for m in modules]
+    try:
+        for module, flag in zip(modules, training, strict=True):
+            module.training = flag
+        yield
+    finally:
+        for module, flag in zip(modules, now, strict=True):
+            module.training = flag
+
+
 def nodes_of(tensors: list[Tensor]) -> list[Any]:
     """The autograd graph behind some tensors."""
     seen: dict[Any, None] = {}
@@ -122,6 +141,12 @@ def nodes_of(tensors: list[Tensor]) -> list[Any]:
 def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
     """The leaves that autograd would give gradients to."""
     return [node.variable for node in nodes_of(tensors) if hasattr(node, "variable")]
+
+
+def reached(tensors: list[Tensor]) -> set[int]:
+    """Identities of the leaves that each of some tensors depends on: a backward through any of them gives those a gradient."""
+    found = [{id(leaf) for leaf in leaves_of([t])} for t in tensors]
+    return set.intersection(*found) if found else set()
 
 
 class Take:
@@ -160,3 +185,21 @@ class Take:
         with torch.autograd.set_multithreading_enabled(False), torch.autocast("cuda", enabled=False):
             outs, grads = [t for t, _ in roots], [g for _, g in roots]
             return list(torch.autograd.grad(outs, self.targets, grads, allow_unused=True))
+
+
+def check(take: Take, layouts: tuple[Layout, ...]) -> None:
+    """Raises CaptureRefused where what a forward gave back, or what would get its gradients, is nothing that a graph can give."""
+    outputs = take.outputs
+    if foreign := tree.opaque([x for kind, x in outputs.plan if kind == "fixed"]):
+        raise CaptureRefused("host-state", f"an output is a {foreign[0].__qualname__}, whose tensors cannot be seen")
+    known = {id(t) for t in take.targets}
+    for t in outputs.tensors:
+        if type(t) is not Tensor or t.layout is not torch.strided or t.is_conj() or t.is_neg() or id(t) in known or not on_device(t):
+            raise CaptureRefused("unknown", f"an output is a {type(t).__name__} on {t.device}: only plain device tensors are captured")
+    if ODD in layouts or len(outputs.differentiable()) != len(layouts):
+        raise CaptureRefused("grad-layout", "the gradients of the outputs are not plain tensors, or not those of the earlier steps")
+    for leaf in leaves_of(outputs.tensors):
+        if id(leaf) not in known:
+            raise CaptureRefused(
+                "grad-accumulation", f"a {tuple(leaf.shape)} leaf gets a gradient that is no parameter of the module and no input"
+            )

@@ -189,9 +189,13 @@ class Watch:
         self._alike = _guard(tensors)  # grad mode, or another state of this thread, is not that of the last look
         return True
 
+    def modules(self) -> list[nn.Module]:
+        """Those that live, in the order of ``training``."""
+        return [m for ref in self._modules if (m := ref()) is not None]
+
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers, as they are now."""
-        modules = [m for ref in self._modules if (m := ref()) is not None]
+        modules = self.modules()
         return [
             t for t in _values(chain.from_iterable((m._parameters, m._buffers) for m in modules)) if t is not None and not is_lazy(t)
         ]

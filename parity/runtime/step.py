@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from parity.runtime import rng
+from parity.runtime import rng, tree
 from parity.runtime.backward import Recording
 from parity.runtime.errors import ParityError, StaleGraph
-from parity.runtime.fresh import Outputs, nodes_of
+from parity.runtime.fresh import Outputs, Take, aliased, flagged, nodes_of
 from parity.runtime.gradients import ODD, Layout, layout
 from parity.runtime.invalidation import LOCAL
 from parity.runtime.signature import Signature
@@ -110,6 +110,7 @@ class Step:
         self.args, self.kwargs, self.leaves = args, kwargs, leaves
         self.versions = _versions(leaves)
         self.epoch = owner._epoch
+        self.training = owner._watch.training
         self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
         self.done = False
         self.serial = -1
@@ -219,8 +220,12 @@ class Step:
         return taken
 
     def again(self, incoming: list[Tensor | None]) -> list[Tensor | None]:
-        """The step eagerly, from the state before it."""
+        """The step eagerly, from the state before it, with the flags of then, and on leaves of its own: a hook of a weight or of an
+        input is called when what this returns gets there."""
         r = self.recording
+        if what := self.owner._watch.look():
+            self.owner.release(what)
+            raise StaleGraph(f"{self.owner.name}: a backward has to run eagerly, and since its forward {what}")
         if self.epoch != self.owner._epoch:
             raise StaleGraph(f"{self.owner.name}: a backward has to run eagerly, and its forward was before invalidate() or a release")
         if self.serial != r.serial or _versions(self.leaves) != self.versions:
@@ -234,13 +239,19 @@ class Step:
         busy, LOCAL.busy = LOCAL.busy, True
         try:
             self.undo()
-            with torch.enable_grad(), torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache):
-                outputs = Outputs.of(self.owner.network(*self.args, **self.kwargs), self.leaves)
-            made = [outputs.tensors[i] for i in outputs.differentiable()]
-            roots = [(t, g) for t, g in zip(made, incoming, strict=True) if g is not None]
-            targets = [*(self.leaves[i] for i in r.wrt), *r.params]
-            outs, grads = [t for t, _ in roots], [g for _, g in roots]
-            return list(torch.autograd.grad(outs, targets, grads, allow_unused=True))
+            take = Take(self.owner.network, self.leaves, self.leaves, tree.flatten((self.args, self.kwargs))[1])
+            with aliased(self.owner.network, copies=False, trained=r.params) as aliases:
+                with (
+                    flagged(self.owner._watch.modules(), self.training),
+                    torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=cache),
+                ):
+                    outputs = take.forward(aliases.params, r.wrt)
+                made = [outputs.tensors[i] for i in outputs.differentiable()]
+                roots = [(t, g) for t, g in zip(made, incoming, strict=True) if g is not None]
+                if not roots:
+                    return [None] * len(take.targets)
+                outs, grads = [t for t, _ in roots], [g for _, g in roots]
+                return list(torch.autograd.grad(outs, take.targets, grads, allow_unused=True))
         finally:
             LOCAL.busy = busy
             with torch.no_grad():
@@ -264,3 +275,14 @@ class Replayed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         _ = ctx.saved_tensors
         return (None, *ctx.step.backward(grads))
+
+
+def replayed(step: Step) -> Sequence[Tensor]:
+    """Its outputs. Where there are several, each has a node of its own, so that a hook on one is called when its gradient comes, and
+    not whenever one of the others does."""
+    r = step.recording
+    made: Sequence[Tensor] = Replayed.apply(step, *(step.leaves[i] for i in r.wrt), *r.params)
+    if len(r.differentiable) < 2:
+        return made
+    own = set(r.differentiable)
+    return [torch.ops.aten.alias.default(t) if i in own else t for i, t in enumerate(made)]

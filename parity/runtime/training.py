@@ -31,7 +31,7 @@ from parity.runtime.identity import Identity, trained_gap
 from parity.runtime.invalidation import CLOCK, LOCAL, Watch
 from parity.runtime.pool import Pool
 from parity.runtime.signature import Signature, signature
-from parity.runtime.step import EagerStep, Known, Replayed, Step, unplayable
+from parity.runtime.step import EagerStep, Known, Step, replayed, unplayable
 
 _LOG = logging.getLogger("parity.runtime")
 _Layouts = tuple[Layout, ...]
@@ -180,8 +180,8 @@ class TrainGraphs:
                 return result
             if recording is None:
                 return self._run_eager(key, args, kwargs, leaves, why)
-            if recording.hooked():
-                return self._run_eager(key, args, kwargs, leaves, "a parameter that gets no gradient has a hook")
+            if recording.hooked(leaves):
+                return self._run_eager(key, args, kwargs, leaves, "a hook may lie where some backward gives no gradient")
             return self._replay(Step(self, recording, key, args, kwargs, leaves))
 
     def _flags(self) -> Any:
@@ -240,7 +240,7 @@ class TrainGraphs:
     def _replay(self, step: Step) -> Any:
         r = step.recording
         try:
-            made = Replayed.apply(step, *(step.leaves[i] for i in r.wrt), *r.params)
+            made = replayed(step)
             result = r.outputs.build(made, step.leaves)
         except Exception as error:
             self._fail(f"a replay failed: {type(error).__name__}: {error}", error)
